@@ -1,0 +1,1 @@
+"""Drafters: model, losses, draft vocabulary, export and the parity check."""

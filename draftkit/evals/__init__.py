@@ -1,0 +1,1 @@
+"""eval-acceptance: acceptance length against real speedup."""

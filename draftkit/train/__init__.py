@@ -1,0 +1,1 @@
+"""train-drafter: the loop, the optimizer, checkpoints."""
