@@ -5,9 +5,14 @@ Precedence: defaults < recipe < override < named flag; a flag and an override of
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from draftkit.errors import UserError
 
 
 class Section(BaseModel):
@@ -95,6 +100,29 @@ class EvalSection(Section):
     warmup_tokens: int = Field(16, ge=0)
     seed: int = 0
 
+    @field_validator("k")
+    @classmethod
+    def _k(cls, k: list[int]) -> list[int]:
+        if any(value < 0 for value in k):
+            raise ValueError(f"holds the negative draft length {min(k)}; draft lengths are 0 (no speculation) or more")
+        if not any(k):
+            raise ValueError("asks for k = 0 alone, which leaves nothing to compare; add a draft length such as 3")
+        return sorted({0, *k})  # the baseline is always measured
+
+    @field_validator("concurrency")
+    @classmethod
+    def _concurrency(cls, concurrency: list[int]) -> list[int]:
+        if not concurrency or min(concurrency) < 1:
+            raise ValueError("should be one or more numbers of requests, each at least 1")
+        return sorted(set(concurrency))
+
+    @field_validator("temperatures")
+    @classmethod
+    def _temperatures(cls, temperatures: list[float] | None) -> list[float] | None:
+        if temperatures is not None and (not temperatures or min(temperatures) < 0):
+            raise ValueError("should be one or more temperatures, each at least 0")
+        return temperatures if temperatures is None else list(dict.fromkeys(temperatures))
+
 
 class Recipe(Section):
     name: str = "quickstart"
@@ -106,3 +134,191 @@ class Recipe(Section):
     drafter: DrafterSection = DrafterSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Recipe:
+        if self.sampling.max_tokens >= self.engine.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
+                f"engine.max_model_len ({self.engine.max_model_len})"
+            )
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Loading
+# --------------------------------------------------------------------------------------------------------------
+
+QUICKSTART = "quickstart"
+
+
+def shipped(kind: Literal["recipes", "data_recipes"]) -> dict[str, Path]:
+    """Name -> file of what ships with the package: `draftkit/_shipped/` in a wheel, the top level in a checkout."""
+    package = Path(__file__).resolve().parent
+    folder = package / "_shipped" / kind
+    if not folder.is_dir():
+        folder = package.parent / kind
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_shipped(name_or_path: str, kind: Literal["recipes", "data_recipes"]) -> Path:
+    """A path (it has a separator or a YAML suffix) or the name of a shipped file."""
+    what = kind.replace("_", " ").removesuffix("s")
+    path = Path(name_or_path).expanduser()
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        if not path.is_file():
+            raise UserError(f"The {what} file {name_or_path} does not exist.", f"Shipped: {', '.join(shipped(kind))}.")
+        return path
+    known = shipped(kind)
+    if name_or_path not in known:
+        near = difflib.get_close_matches(name_or_path, known, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise UserError(f"No {what} is called {name_or_path!r}.", f"{hint}Shipped: {', '.join(known)}; or give a path.")
+    return known[name_or_path]
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML lets the second of two equal keys win in silence; here it is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, (key_node, _) in zip(keys, node.value, strict=True):
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", key_node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """One mapping from a YAML file; anything else is a `UserError` naming the file and, where known, the line."""
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise UserError(f"{path}{line}: this is not valid YAML: {problem}.") from error
+    if not isinstance(loaded, dict):
+        raise UserError(
+            f"{path} is empty or not a mapping of keys to values.", "A recipe is a YAML file of `key: value`."
+        )
+    return loaded
+
+
+def _sections(model: type[Section]) -> dict[str, type[Section]]:
+    return {
+        name: field.annotation
+        for name, field in model.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+def _leaves(model: type[Section], prefix: str = "") -> list[str]:
+    """Every settable dotted key, in the order of the schema."""
+    nested = _sections(model)
+    keys = []
+    for name in model.model_fields:
+        keys += _leaves(nested[name], f"{prefix}{name}.") if name in nested else [prefix + name]
+    return keys
+
+
+def _unknown(key: str, where: str) -> UserError:
+    valid = _leaves(Recipe)
+    same_leaf = [v for v in valid if v.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = same_leaf or difflib.get_close_matches(key, valid + list(_sections(Recipe)), n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"Sections: {', '.join(_sections(Recipe))}."
+    return UserError(f"{where}: there is no recipe key {key!r}.", hint)
+
+
+def _flatten(tree: dict[str, Any], where: str, model: type[Section] = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Nested mapping -> {dotted leaf: value}, refusing keys that the schema does not have."""
+    nested = _sections(model)
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in model.model_fields:
+            raise _unknown(f"{prefix}{key}", where)
+        if key not in nested:
+            flat[prefix + key] = value
+        elif value is None:  # a section whose every line is commented out
+            continue
+        elif not isinstance(value, dict):
+            raise UserError(f"{where}: {prefix}{key} is a section of settings, not the value {value!r}.")
+        else:
+            flat |= _flatten(value, where, nested[key], f"{prefix}{key}.")
+    return flat
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        *sections, leaf = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    return tree
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"{text!r} is not an override.", "Overrides read section.key=value, for example train.lr=5e-4.")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"The value of the override {text!r} is not valid YAML.") from error
+    return _flatten(_nest({key.strip(): parsed}), f"override {text!r}")
+
+
+def _one_sentence(error: ValidationError, sources: dict[str, str]) -> UserError:
+    """The first complaint of pydantic as `source: key should be ..., not value.`"""
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"]]
+    dotted = ".".join(names[:2] if names and names[0] in _sections(Recipe) else names[:1])
+    problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable to parse")[0]
+    problem = "has too few values" if first["type"] == "missing" else problem
+    shown = repr(first["input"])
+    tail = "" if not dotted or len(shown) > 60 or first["type"] in {"value_error", "missing"} else f", not {shown}"
+    source = sources.get(dotted, "recipe")
+    more = f" ({error.error_count() - 1} more problem(s) after this one.)" if error.error_count() > 1 else ""
+    return UserError(f"{source}: {f'{dotted} ' if dotted else ''}{problem}{tail}.{more}")
+
+
+def load_recipe(
+    name_or_path: str | Path = QUICKSTART, overrides: list[str] | None = None, flags: dict[str, Any] | None = None
+) -> tuple[Recipe, dict[str, str]]:
+    """Returns the recipe and, for every dotted key, where its value came from.
+
+    `overrides` are `a.b=value` strings whose values are YAML; `flags` maps dotted keys to values given as named
+    command-line flags (None = not given).
+    """
+    path = find_shipped(str(name_or_path), "recipes")
+    layers = [(f"recipe {name_or_path}", _flatten(read_yaml(path), str(path)))]
+    given: dict[str, Any] = {}
+    for text in overrides or []:
+        parsed = _parse_override(text)
+        if twice := sorted(parsed.keys() & given.keys()):
+            raise UserError(f"{twice[0]} is overridden twice on the command line.", "Keep one of the two.")
+        given |= parsed
+    layers.append(("override", given))
+    named = {key: value for key, value in (flags or {}).items() if value is not None}
+    if clash := sorted(named.keys() & given.keys()):
+        raise UserError(
+            f"{clash[0]} is set both by a named flag ({named[clash[0]]!r}) and by an override ({given[clash[0]]!r}).",
+            "Keep one of the two.",
+        )
+    layers.append(("flag", named))
+
+    sources = dict.fromkeys(_leaves(Recipe), "default")
+    flat: dict[str, Any] = {}
+    for source, layer in layers:
+        flat |= layer
+        sources |= dict.fromkeys(layer, source)
+    try:
+        return Recipe.model_validate(_nest(flat)), sources
+    except ValidationError as error:
+        raise _one_sentence(error, sources) from error
+
+
+def flat_values(recipe: Recipe) -> dict[str, Any]:
+    """{dotted key: value}, for `--print-config` and for naming the fields in which two recipes differ."""
+    return _flatten(recipe.model_dump(mode="json"), recipe.name)
