@@ -74,14 +74,22 @@ class SpecCounters:
     num_accepted: int = 0
     accepted_per_pos: tuple[int, ...] = ()
 
+    def __neg__(self) -> SpecCounters:
+        return SpecCounters(
+            -self.num_drafts, -self.num_draft_tokens, -self.num_accepted, tuple(-n for n in self.accepted_per_pos)
+        )
+
     def __sub__(self, other: SpecCounters) -> SpecCounters:
+        return self + -other
+
+    def __add__(self, other: SpecCounters) -> SpecCounters:
         width = max(len(self.accepted_per_pos), len(other.accepted_per_pos))
         pad = lambda t: tuple(t) + (0,) * (width - len(t))  # noqa: E731
         return SpecCounters(
-            self.num_drafts - other.num_drafts,
-            self.num_draft_tokens - other.num_draft_tokens,
-            self.num_accepted - other.num_accepted,
-            tuple(a - b for a, b in zip(pad(self.accepted_per_pos), pad(other.accepted_per_pos), strict=True)),
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted + other.num_accepted,
+            tuple(a + b for a, b in zip(pad(self.accepted_per_pos), pad(other.accepted_per_pos), strict=True)),
         )
 
     @property
@@ -97,7 +105,7 @@ class SpecCounters:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One finished request. `rounds` = accepted draft tokens of every verify round (empty without speculation)."""
+    """One finished request. `spec` holds its own counters, None from an engine that does not speculate."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]

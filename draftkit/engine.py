@@ -1,0 +1,391 @@
+"""The only room that knows vLLM: build engines, generate, count, change k live, publish weights, mend known faults.
+
+One process holds every engine (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): a plain and a speculative one take turns, so that
+arms of a comparison interleave within seconds. Two faults of vLLM 0.32's CPU build would spoil results silently; both
+are detected by behaviour, not by version, and mended here (`self_tests`, `cure_sampling`, `Engine.load_*`).
+
+Left out: tensor-parallel weight transfer by NCCL / CUDA IPC (no accelerator to run it on; see README).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftkit.errors import UserError
+from draftkit.recipe import EngineSection
+from draftkit.types import Generation, Sampling, SpecConfig, SpecCounters
+
+if TYPE_CHECKING:
+    import torch
+
+VLLM_METHOD = {"eagle3": "eagle3", "draft_model": "draft_model", "mtp": "mtp", "ngram": "ngram"}
+NGRAM_LOOKUP_MAX = 4
+
+
+def _prepare_environment(recipe: EngineSection) -> None:
+    """Settings that vLLM reads once, at import or at engine start. A value the user exported wins."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(recipe.kv_cache_gib)))
+
+
+class Engine:
+    """A vLLM engine in this process.
+
+    model: directory of the verifier. spec: None for plain decoding. Prefix caching is off: rollouts of one prompt
+    must not be faster because another arm ran before. Raises UserError when the drafter cannot be served.
+    """
+
+    def __init__(
+        self, model: str | Path, *, recipe_engine: EngineSection, spec: SpecConfig | None = None, seed: int = 0
+    ) -> None:
+        _prepare_environment(recipe_engine)
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            cure_sampling()
+        self.spec = spec
+        self.max_model_len = recipe_engine.max_model_len
+        self.max_num_seqs = recipe_engine.max_num_seqs
+        settings: dict[str, Any] = dict(
+            model=str(model),
+            seed=seed,
+            max_model_len=recipe_engine.max_model_len,
+            max_num_seqs=recipe_engine.max_num_seqs,
+            enforce_eager=not recipe_engine.compiled,
+            tensor_parallel_size=recipe_engine.tensor_parallel_size,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=not (Path(model) / "tokenizer_config.json").exists(),
+            disable_log_stats=False,
+            generation_config="vllm",  # the recipe's sampling settings, never defaults of the checkpoint
+        )
+        if not current_platform.is_cpu():
+            settings["gpu_memory_utilization"] = recipe_engine.gpu_memory_utilization
+        if spec is not None:
+            settings["speculative_config"] = self._speculative_config(spec)
+            settings["per_request_spec_decode_metrics"] = "summary"
+        self._counters = SpecCounters()
+        self._llm = LLM(**settings)
+
+    def _speculative_config(self, spec: SpecConfig) -> dict[str, Any]:
+        if spec.method not in VLLM_METHOD:
+            raise UserError(f"speculative method '{spec.method}' is not known.", f"Use one of {sorted(VLLM_METHOD)}.")
+        config: dict[str, Any] = {"method": VLLM_METHOD[spec.method], "num_speculative_tokens": spec.k}
+        if spec.method == "ngram":
+            config["prompt_lookup_max"] = NGRAM_LOOKUP_MAX
+        else:
+            config["model"] = str(spec.model)
+            config["draft_sample_method"] = spec.draft_sample_method
+        # A schedule, even a constant one, is what lets `set_k` change the draft length of a running engine.
+        config["num_speculative_tokens_per_batch_size"] = [(1, self.max_num_seqs, spec.k)]
+        return config
+
+    # ---- generate -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        max_concurrency: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Generation]:
+        """Answer token-id prompts, one request each, in the order given.
+
+        max_concurrency: most requests running at once (all are queued). progress(n) is called as n more finish.
+        Raises UserError for a prompt that leaves no room for an answer.
+        """
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        assert len(samplings) == len(prompts)
+        self._scheduler.max_num_active_reqs = min(max_concurrency or self.max_num_seqs, self.max_num_seqs)
+        for i, (prompt, s) in enumerate(zip(prompts, samplings, strict=True)):
+            self._llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": list(prompt)}, self._params(prompt, s))
+        finished: dict[int, Generation] = {}
+        try:
+            while self._llm.llm_engine.has_unfinished_requests():
+                before = len(finished)
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        finished[int(output.request_id.split("-")[0])] = self._generation(output)
+                if progress is not None and len(finished) > before:
+                    progress(len(finished) - before)
+        except BaseException:
+            # Ctrl-C in the middle: an engine with leftover requests would mix them into the next call.
+            self._llm.llm_engine.abort_request([str(i) for i in range(len(prompts)) if i not in finished])
+            raise
+        return [finished[i] for i in range(len(prompts))]
+
+    def _params(self, prompt: Sequence[int], s: Sampling) -> Any:
+        from vllm import SamplingParams
+
+        # The drafter looks k + 1 tokens past the last one: stay that far from the end of the context.
+        room = self.max_model_len - len(prompt) - ((self.spec.k + 1) if self.spec else 0)
+        if room < 1:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer in engine.max_model_len={self.max_model_len}.",
+                "Raise engine.max_model_len or drop the prompt.",
+            )
+        return SamplingParams(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            max_tokens=min(s.max_tokens, room),
+            stop=list(s.stop) or None,
+            seed=s.seed if s.temperature > 0 else None,
+            ignore_eos=s.ignore_eos,
+            detokenize=bool(s.stop),
+        )
+
+    def _generation(self, output: Any) -> Generation:
+        completion = output.outputs[0]
+        metrics = completion.spec_decode_metrics
+        spec = None if metrics is None else _request_counters(metrics.histogram, metrics.num_draft_tokens)
+        if spec is not None:
+            self._counters = self._counters + spec
+        return Generation(
+            prompt_ids=tuple(output.prompt_token_ids),
+            response_ids=tuple(completion.token_ids),
+            finish_reason=completion.finish_reason or "",
+            spec=spec,
+        )
+
+    # ---- speculation --------------------------------------------------------------------------------------------
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.scheduler
+
+    @property
+    def _runner(self) -> Any:
+        return self._core.model_executor.driver_worker.worker.model_runner
+
+    def set_k(self, k: int) -> None:
+        """Draft k tokens a round from now on, 1 <= k <= spec.k. (0 would still pay for a draft forward: use a plain
+        engine as the k = 0 arm.)"""
+        assert self.spec is not None and 1 <= k <= self.spec.k, k
+        self._scheduler.dynamic_sd_lookup = [k] * len(self._scheduler.dynamic_sd_lookup)
+
+    def set_schedule(self, schedule: Sequence[Sequence[int]]) -> None:
+        """[[lo, hi, k], ...]: k by the number of running requests, as `num_speculative_tokens_per_batch_size`."""
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+        assert self.spec is not None
+        self._scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
+            [tuple(row) for row in schedule],
+            vllm_max_batch_size=self.max_num_seqs,
+            vllm_num_speculative_tokens=self.spec.k,
+        )
+
+    def counters(self) -> SpecCounters:
+        """Cumulative counters of finished requests since the engine started; subtract two snapshots. Summed here from
+        the per-request records: vLLM's own counters are global to the process and mix the engines living in it."""
+        return self._counters
+
+    def time_parts(self) -> dict[str, float]:
+        """Cumulative seconds spent drafting and in engine steps since `start_timing`: {"draft_s", "step_s"}.
+
+        Wraps the drafter's `propose` on this engine only. On CPU the calls are synchronous, so wall time is exact.
+        """
+        if not hasattr(self, "_times"):
+            self._times = {"draft_s": 0.0, "step_s": 0.0}
+            if getattr(self._runner, "drafter", None) is not None:
+                _timed(self._runner.drafter, "propose", self._times, "draft_s")
+            _timed(self._core, "step_fn", self._times, "step_s")
+        return dict(self._times)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def load_verifier(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the running verifier's weights in place (checkpoint names). `load_weights` alone would apply part of
+        them and then fail on CPU, whose linear layers are packed: the layerwise reload unpacks and packs again."""
+        self._runner.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
+        self._llm.reset_prefix_cache()
+
+    def load_drafter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the running drafter's weights in place (checkpoint names)."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        assert self.spec is not None and self.spec.method != "ngram"
+        module = self._runner.drafter.model
+        initialize_layerwise_reload(module)
+        module.load_weights(iter(weights))
+        finalize_layerwise_reload(module, self._runner.vllm_config.speculative_config.draft_model_config)
+        self._llm.reset_prefix_cache()
+
+    def trace_drafts(self) -> list[DraftTrace]:
+        """Record every round's proposed tokens from now on, for the parity check: rows append to the list returned."""
+        trace: list[DraftTrace] = []
+        runner = self._runner
+        original = runner.drafter.propose
+
+        def propose(*args: Any, **kwargs: Any) -> Any:
+            drafts = original(*args, **kwargs)
+            tokens = drafts[0] if isinstance(drafts, tuple) else drafts
+            batch = runner.input_batch
+            for row, request in enumerate(list(batch.req_ids)[: len(tokens)]):
+                trace.append((request, [int(t) for t in tokens[row]]))
+            return drafts
+
+        runner.drafter.propose = propose
+        return trace
+
+    def close(self) -> None:
+        """Free the engine's memory. Distributed state stays: another engine of this process may be using it."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+DraftTrace = tuple[str, list[int]]
+
+
+def _timed(owner: Any, name: str, times: dict[str, float], key: str) -> None:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            times[key] += time.perf_counter() - start
+
+    setattr(owner, name, call)
+
+
+def _request_counters(histogram: Sequence[int], num_draft_tokens: int) -> SpecCounters:
+    """histogram[j] = rounds that accepted j draft tokens -> the counters of one request."""
+    at_least = [sum(histogram[j:]) for j in range(1, len(histogram))]
+    return SpecCounters(sum(histogram), num_draft_tokens, sum(at_least), tuple(at_least))
+
+
+# ---- known faults of the CPU build: detect by behaviour, mend, report -----------------------------------------------
+
+
+def _expand_reference(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Torch version of vLLM's `expand_batch_to_tokens`: [a, b], cumulative [2, 5] -> [a, a, b, b, b]."""
+    import torch
+
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    expanded = x.repeat_interleave(counts.to(x.device), output_size=num_tokens)
+    return expanded.masked_fill(expanded == replace_from, replace_to) if replace_from != replace_to else expanded
+
+
+_KERNELS_REGISTERED: list[bool] = []  # vLLM registers its C++ kernels when a worker starts; a test may run before
+
+
+def sampling_fault() -> str | None:
+    """None when `expand_batch_to_tokens` is right for every dtype the sampler gives it, else what is wrong.
+
+    vLLM 0.32 on CPU writes the result into a temporary copy for anything but int64, so temperature, top-p and top-k
+    of speculative requests are uninitialised memory (upstream issues 55005, 42638).
+    """
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    current_platform.import_kernels()
+    if not _KERNELS_REGISTERED:
+        current_platform.register_triton_kernel_overrides()
+        _KERNELS_REGISTERED.append(True)
+    counts = torch.tensor([2, 5, 6], dtype=torch.int32)
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        x = torch.tensor([3, 0, 7], dtype=dtype)
+        got = rejection_sampler.expand_batch_to_tokens(x, counts, 6, replace_from=0, replace_to=1)
+        if got.tolist() != [3, 3, 1, 1, 1, 7]:
+            return f"expand_batch_to_tokens({dtype}) returned {got.tolist()} where [3, 3, 1, 1, 1, 7] is right"
+    return None
+
+
+def cure_sampling() -> bool:
+    """Replace the faulty function when the self-test finds the fault; True when something was mended."""
+    from vllm.v1.sample import rejection_sampler
+
+    if sampling_fault() is None:
+        return False
+    rejection_sampler.expand_batch_to_tokens = _expand_reference
+    fault = sampling_fault()
+    assert fault is None, fault
+    return True
+
+
+def self_tests() -> list[dict[str, Any]]:
+    """Behaviour tests of the installed vLLM for `doctor`: [{"name", "ok", "detail", "cure"}], ok after the cure."""
+    _prepare_environment(EngineSection())
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return [{"name": "speculative sampling", "ok": True, "detail": "not the CPU build: fault absent", "cure": ""}]
+    fault = sampling_fault()
+    mended = cure_sampling()
+    sampling = {
+        "name": "speculative sampling at temperature > 0",
+        "ok": sampling_fault() is None,
+        "detail": fault or "expand_batch_to_tokens is right",
+        "cure": "replaced by a torch version when an engine is built" if mended else "",
+    }
+    return [sampling, reload_test()]
+
+
+def reload_test() -> dict[str, Any]:
+    """Publish perturbed weights into a running tiny engine and back: outputs must change, then return exactly."""
+    import tempfile
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    changed = {name: torch.roll(tensor, 1, 0) if tensor.dim() == 2 else tensor for name, tensor in original.items()}
+    prompts = [[i + 1, 2 * i + 3, 5] for i in range(4)]
+    greedy = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        section = EngineSection(max_model_len=128, max_num_seqs=4, kv_cache_gib=1)
+        with Engine(directory, recipe_engine=section) as engine:
+            answers = lambda: [g.response_ids for g in engine.generate(prompts, greedy)]  # noqa: E731
+            first = answers()
+            plain_fault = ""
+            try:
+                engine._runner.model.load_weights(iter(changed.items()))
+            except (AssertionError, AttributeError, ValueError, RuntimeError) as error:
+                plain_fault = f"plain load_weights fails on a running engine ({str(error).splitlines()[0][:90]})"
+            engine.load_verifier(changed.items())
+            second = answers()
+            engine.load_verifier(original.items())
+            third = answers()
+    ok = first == third and first != second
+    return {
+        "name": "weight update of a running engine",
+        "ok": ok,
+        "detail": plain_fault or "plain load_weights raises no error",
+        "cure": "layerwise reload (Engine.load_verifier, Engine.load_drafter)" if ok else "",
+    }
