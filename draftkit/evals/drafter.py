@@ -1,0 +1,111 @@
+"""Which drafter is being measured, and whether it can serve this verifier at all: questions asked before any engine.
+
+The method follows from the drafter's own `config.json`: an EAGLE-3 head (plain or speculators format) or an ordinary
+causal language model of the same vocabulary. A drafter for another verifier would be served without complaint and
+accept next to nothing, so what can be checked is checked: the fingerprint that draftkit writes into its exports, and
+sizes for drafters from elsewhere. Left out: MTP heads and EAGLE-1.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from draftkit.console import say_once
+from draftkit.errors import UserError
+from draftkit.models import ModelFacts
+from draftkit.types import SpecConfig
+
+NGRAM = "ngram"
+# vLLM overrides the method of a drafter whose *path* contains one of these, unless it is an EAGLE method anyway.
+METHOD_BY_PATH = ("eagle-", "eagle3", "dflash", "dspark")
+
+
+def resolve_drafter(drafter: str | None, verifier: ModelFacts, fingerprint: dict[str, str], k: int) -> SpecConfig:
+    """`drafter`: "ngram", a drafter directory, or the directory of a train-drafter run (its export is taken)."""
+    if not drafter:
+        raise UserError("No drafter to measure was given.", "Pass --drafter DIR, or --drafter ngram.")
+    if drafter == NGRAM:
+        return SpecConfig(NGRAM, None, k)
+    path = Path(drafter).expanduser()
+    if (path / "drafter" / "config.json").is_file():
+        path = path / "drafter"
+    config = _read_config(path)
+    method = _method(config, path)
+    if method == "eagle3":
+        _check_eagle3(config, path, verifier)
+    else:
+        _check_draft_model(config, path, verifier)
+    _check_provenance(path, fingerprint)
+    return SpecConfig(method, str(path), k)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"The drafter {path} is not a directory with a config.json.",
+            "Pass the directory that train-drafter exported (<run>/drafter), a causal language model, or ngram.",
+        )
+    try:
+        return json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}, line {error.lineno}: this is not valid JSON: {error.msg}.") from error
+
+
+def _method(config: dict[str, Any], path: Path) -> str:
+    architectures = config.get("architectures") or []
+    if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name.lower() for name in architectures):
+        return "eagle3"
+    if "speculators_model_type" not in config and any(
+        name.endswith("ForCausalLM") and "eagle" not in name.lower() for name in architectures
+    ):
+        return "draft_model"
+    raise UserError(
+        f"{path / 'config.json'}: cannot tell a drafting method from architectures {architectures}.",
+        "Served are EAGLE-3 heads and plain causal language models; or pass ngram.",
+    )
+
+
+def _check_eagle3(config: dict[str, Any], path: Path, verifier: ModelFacts) -> None:
+    layer = config.get("transformer_layer_config") or config  # the speculators format nests the decoder layer
+    hidden = config.get("target_hidden_size") or layer.get("hidden_size")
+    _same(path, "hidden size", hidden, verifier.hidden_size)
+    _same(path, "vocabulary", layer.get("vocab_size"), verifier.vocab_size)
+
+
+def _check_draft_model(config: dict[str, Any], path: Path, verifier: ModelFacts) -> None:
+    _same(path, "vocabulary", config.get("vocab_size"), verifier.vocab_size)
+    if trap := next((part for part in METHOD_BY_PATH if part in str(path).lower()), None):
+        raise UserError(
+            f"vLLM would take the draft model {path} for another method, because its path contains '{trap}'.",
+            "Move or link the directory to a path without that word.",
+        )
+
+
+def _same(path: Path, what: str, drafter: int | None, verifier: int) -> None:
+    if drafter != verifier:
+        raise UserError(
+            f"The drafter {path} was made for another verifier: its {what} is {drafter}, the verifier's is {verifier}.",
+            "Use the verifier it was trained for, or train a drafter for this one.",
+        )
+
+
+def _check_provenance(path: Path, fingerprint: dict[str, str]) -> None:
+    """draftkit exports say which verifier they were trained on. A changed chat template shifts the prompts but leaves
+    the drafter usable, so it is only said; other weights or another tokenizer are refused."""
+    file = path / "draftkit.json"
+    if not file.is_file():
+        say_once(f"{path} does not say which verifier it was trained for; only sizes were compared.")
+        return
+    trained_on = json.loads(file.read_text())["verifier"]
+    for part in ("tokenizer", "weights"):
+        if trained_on[part] != fingerprint[part]:
+            raise UserError(
+                f"The drafter {path} was trained for another verifier: {part} fingerprint {trained_on[part]} in "
+                f"draftkit.json, {fingerprint[part]} in the verifier.",
+                "Use the verifier it was trained for, or train a drafter for this one.",
+            )
+    if trained_on["chat_template"] != fingerprint["chat_template"]:
+        say_once(f"{path} was trained on prompts of another chat template; expect a lower acceptance length.")

@@ -1,0 +1,153 @@
+"""A finished bench as people read it: table, Markdown, plot, headline, and the schedule to paste into vLLM.
+
+Everything is made from the results dict alone, so a report can be drawn again from results.json. Every cell is shown,
+slower ones too. Intervals are 95 %; how they are made stands in `acceptance.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from draftkit import console
+from draftkit.run import atomic_write
+
+PLOT = "acceptance.png"
+COLUMNS = ("concurrency", "k", "tokens/s", "AL", "AL 95 %", "survival", "round = draft + verify", "speedup",
+           "speedup 95 %", "verdict")  # fmt: skip
+LEGEND = (
+    "AL: tokens a verify round, the bonus token included; its interval is over prompts. Round: its time in plain steps, "
+    "which is also the AL at which the cell would break even. Speedup: time per token against k = 0."
+)
+
+
+def cells_at(results: dict[str, Any], temperature: float) -> list[dict[str, Any]]:
+    return [cell for cell in results["cells"] if cell["temperature"] == temperature]
+
+
+def temperatures(results: dict[str, Any]) -> list[float]:
+    return list(dict.fromkeys(cell["temperature"] for cell in results["cells"]))
+
+
+def table_rows(cells: list[dict[str, Any]]) -> list[list[str]]:
+    return [_table_row(cell) for cell in cells]
+
+
+def _table_row(cell: dict[str, Any]) -> list[str]:
+    row = [str(cell["concurrency"]), str(cell["k"]), f"{cell['tokens_per_s']:.1f}"]
+    if cell["k"] == 0:
+        return [*row, "1", "", "", "1", "1", "", "baseline"]
+    cost = _number(cell["round_cost"])
+    if cell["draft_cost"] is not None:
+        cost += f" = {cell['draft_cost']:.2f} + {cell['verify_cost']:.2f}"
+    survival = " ".join(f"{share:.2f}".removeprefix("0") for share in cell["survival"])
+    acceptance = [f"{cell['acceptance_length']:.2f}", _interval(cell["acceptance_length_ci"]), survival]
+    return [*row, *acceptance, cost, _number(cell["speedup"]), _interval(cell["speedup_ci"]), cell["verdict"]]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _interval(interval: list[float] | None) -> str:
+    return "unknown" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def show(results: dict[str, Any]) -> None:
+    for temperature in temperatures(results):
+        title = f"{results['method']} on {results['verifier']}, T = {temperature:g}"
+        console.table(title, COLUMNS, table_rows(cells_at(results, temperature)), caption=LEGEND)
+    console.closing(schedule_text(results))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The tables as Markdown, for the run's README and for model cards."""
+    lines = []
+    for temperature in temperatures(results):
+        lines += [f"**T = {temperature:g}**", "", f"| {' | '.join(COLUMNS)} |", f"|{'---:|' * len(COLUMNS)}"]
+        lines += [f"| {' | '.join(row)} |" for row in table_rows(cells_at(results, temperature))]
+        lines.append("")
+    return "\n".join([*lines, LEGEND, ""])
+
+
+def schedule_text(results: dict[str, Any]) -> str:
+    """The recommendation for the rollout temperature, ready to paste."""
+    ranges, tested = results["schedule"], max(cell["concurrency"] for cell in results["cells"])
+    largest = max(k for _, _, k in ranges)
+    if largest == 0:
+        return f"At T = {results['temperature']:g} no tested k was shown to pay: generate without speculation."
+    config = {"method": results["method"], "model": results["drafter"], "num_speculative_tokens": largest,
+              "num_speculative_tokens_per_batch_size": ranges}  # fmt: skip
+    if config["model"] is None:
+        del config["model"]
+    note = f" Batches above {tested} were not measured." if ranges[-1][1] > tested else ""
+    return f"Recommended for vLLM at T = {results['temperature']:g}: speculative_config={json.dumps(config)}{note}"
+
+
+def headline(results: dict[str, Any]) -> str:
+    """The number that matters: the fastest cell at the rollout temperature, with its interval."""
+    measured = [c for c in cells_at(results, results["temperature"]) if c["k"] and c["speedup"] is not None]
+    if not measured:
+        return "no speedup measured yet"
+    best = max(measured, key=lambda cell: cell["speedup"])
+    return (
+        f"speedup {best['speedup']:.2f}x (95 % {_interval(best['speedup_ci'])}), acceptance length "
+        f"{best['acceptance_length']:.2f}: k = {best['k']}, concurrency {best['concurrency']}, "
+        f"T = {best['temperature']:g}, {best['verdict']}"
+    )
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """Plot and README; results.json is the run's own, written last."""
+    atomic_write(folder / PLOT, plot(results))
+    atomic_write(
+        folder / "README.md",
+        f"# Acceptance and speed: {results['method']} on {results['verifier']}\n\n{headline(results)}\n\n"
+        f"{markdown(results)}\n{schedule_text(results)}\n\n![Acceptance length and speedup against k]({PLOT})\n",
+    )
+
+
+def plot(results: dict[str, Any]) -> bytes:
+    """PNG: one column a temperature; acceptance length above, speedup below, one line a concurrency."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = temperatures(results)
+    figure = Figure(figsize=(5.5 * len(columns), 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
+    for column, temperature in enumerate(columns):
+        above, below = axes[0][column], axes[1][column]
+        above.set_title(f"T = {temperature:g}")
+        _lines(above, cells_at(results, temperature), "acceptance_length")
+        _lines(below, cells_at(results, temperature), "speedup")
+        below.axhline(1, color="black", linewidth=1, linestyle="--", label="break-even")
+        below.set_xlabel("draft tokens a round, k")
+        below.legend()
+    axes[0][0].set_ylabel("acceptance length, tokens a round")
+    axes[1][0].set_ylabel("speedup over k = 0")
+    figure.suptitle(f"{results['method']} on {results['verifier']} (bars: 95 % intervals)")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def _lines(axis: Any, cells: list[dict[str, Any]], field: str) -> None:
+    """Concurrencies are set side by side, so that bars at the same k do not hide each other."""
+    levels = sorted({cell["concurrency"] for cell in cells})
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    for place, concurrency in enumerate(levels):
+        line = [c for c in cells if c["concurrency"] == concurrency and c[field] is not None]
+        shift = 0.06 * (place - (len(levels) - 1) / 2)
+        bars = [c[f"{field}_ci"] or [c[field], c[field]] for c in line]
+        low = [max(0.0, c[field] - bar[0]) for c, bar in zip(line, bars, strict=True)]
+        high = [max(0.0, bar[1] - c[field]) for c, bar in zip(line, bars, strict=True)]
+        places = [c["k"] + shift for c in line]
+        heights = [c[field] for c in line]
+        axis.errorbar(places, heights, [low, high], marker="o", capsize=3, label=f"concurrency {concurrency}")
