@@ -62,11 +62,13 @@ def say_once(message: str) -> None:
         say(f"[yellow]note:[/yellow] {message}")
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None) -> None:
-    """A result table on stdout; the first column to the left, the others (numbers) to the right."""
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, left: int = 1
+) -> None:
+    """A result table on stdout; the first `left` columns (words) to the left, the others (numbers) to the right."""
     drawn = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if index == 0 else "right")
+        drawn.add_column(column, justify="left" if index < left else "right")
     for row in rows:
         drawn.add_row(*("" if cell is None else str(cell) for cell in row))
     if not console.quiet:
@@ -77,6 +79,15 @@ def closing(*lines: str) -> None:
     """The last lines of a command: where the run is, the number that matters, what to type next."""
     for line in lines:
         _show(out, line)
+
+
+def error(message: str, hint: str = "") -> None:
+    """What went wrong, on stderr in every mode, as plain text (it quotes what a user typed)."""
+    for target in [Console(stderr=True, highlight=False, soft_wrap=True), *([_log] if _log else [])]:
+        target.print("error:", style="bold red", end=" ")
+        target.print(message, markup=False)
+        if hint:
+            target.print(f"  {hint}", markup=False)
 
 
 def emit_json(document: Any) -> None:

@@ -29,3 +29,24 @@ class RunFailed(UserError):
 
 class Interrupted(Exception):
     """The first Ctrl-C or SIGTERM, after the state was saved (exit code 130)."""
+
+
+def explain(error: BaseException) -> tuple[int, str, str] | None:
+    """The one place that turns an exception into (exit code, message, hint); None: a bug, let the traceback out.
+
+    A full disk and a broken torchvision reach us under many types (OSError, SafetensorError, RuntimeError), often as
+    the cause of another exception, so they are known by their text.
+    """
+    if isinstance(error, UserError):
+        return error.exit_code, error.message, error.hint
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return EXIT_INTERRUPTED, f"Interrupted: {error}" if str(error) else "Interrupted.", "Go on with --resume."
+    cause: BaseException | None = error
+    while cause is not None:
+        if "No space left on device" in str(cause):
+            return EXIT_USER, f"No space left on the disk: {cause}.", "Free some space, then go on with --resume."
+        if "torchvision::nms does not exist" in str(cause):
+            cure = "Run `pip uninstall -y torchvision torchaudio torchcodec`; `draftkit doctor` checks the rest."
+            return EXIT_USER, "The installed torchvision was built for another torch, and vLLM runs without it.", cure
+        cause = cause.__cause__ or cause.__context__
+    return None

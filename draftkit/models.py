@@ -95,6 +95,7 @@ def _check_causal(config: dict[str, Any], where: str | Path) -> None:
 
 def _from_hub(name: str, revision: str | None) -> Path:
     """config.json first: a wrong or missing model is then refused before gigabytes travel."""
+    from httpx import TransportError
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -104,7 +105,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
-    from httpx import TransportError
 
     missing = f"config.json of {name}"
     try:

@@ -191,7 +191,7 @@ class _UniqueKeys(yaml.SafeLoader):
 def read_yaml(path: Path) -> dict[str, Any]:
     """One mapping from a YAML file; anything else is a `UserError` naming the file and, where known, the line."""
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506 (a SafeLoader)
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -270,7 +270,7 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def _one_sentence(error: ValidationError, sources: dict[str, str]) -> UserError:
-    """The first complaint of pydantic as `source: key should be ..., not value.`"""
+    """The first complaint of pydantic as `key (source) should be ..., not value.`"""
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
     dotted = ".".join(names[:2] if names and names[0] in _sections(Recipe) else names[:1])
@@ -278,9 +278,9 @@ def _one_sentence(error: ValidationError, sources: dict[str, str]) -> UserError:
     problem = "has too few values" if first["type"] == "missing" else problem
     shown = repr(first["input"])
     tail = "" if not dotted or len(shown) > 60 or first["type"] in {"value_error", "missing"} else f", not {shown}"
-    source = sources.get(dotted, "recipe")
-    more = f" ({error.error_count() - 1} more problem(s) after this one.)" if error.error_count() > 1 else ""
-    return UserError(f"{source}: {f'{dotted} ' if dotted else ''}{problem}{tail}.{more}")
+    named = f"{dotted} ({sources[dotted]}) " if dotted in sources else ""
+    more = f"{error.error_count() - 1} more problem(s) after this one." if error.error_count() > 1 else ""
+    return UserError(f"{named}{problem}{tail}.", more)
 
 
 def load_recipe(

@@ -1,0 +1,440 @@
+"""The command line: parses, wires a stage to its run directory, prints, exits. Knows no torch, vllm or transformers.
+
+draftkit <verb> [-r RECIPE] [named flags] [a.b=value ...] [--dry-run] [--print-config] [--out DIR] [--resume]
+                [--overwrite] [--json | -q] [--debug]
+
+Each verb maps its named flags to recipe keys and hands a `Stage` to `_go`, which is the whole life of a command.
+Left out until they are built: `rl`, `project`, `export`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from draftkit import __version__
+from draftkit import console as screen
+from draftkit.errors import UserError, explain
+from draftkit.recipe import QUICKSTART, Recipe, find_shipped, flat_values, load_recipe, read_yaml, shipped
+from draftkit.run import RunDir, is_main, refuse
+
+OUTPUTS = Path("outputs")
+
+app = typer.Typer(
+    help="Faster RL rollouts by speculative decoding: a drafting corpus, a drafter, and what it really buys.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# ------------------------------------------------------------------------------------------------- shared options
+
+RecipeOption = Annotated[str, typer.Option("-r", "--recipe", help="Name of a shipped recipe, or a path.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=value", help="Recipe keys to override.")]
+Model = Annotated[str | None, typer.Option(help="Verifier: a directory, a hub name, or demo.")]
+CorpusOption = Annotated[Path | None, typer.Option(help="A `prepare` run. Default: outputs/prepare/<recipe name>.")]
+Out = Annotated[Path | None, typer.Option(help="Run directory. Default: outputs/<verb>/<recipe name>.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with this run; start it if there is none.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace this run.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every setting and where it came from.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Closing lines and errors only.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@dataclass
+class Stage:
+    """One verb: its recipe, the paths it reads beside the recipe, and where it writes."""
+
+    verb: str
+    recipe: Recipe
+    recipe_name: str
+    sources: dict[str, str]
+    out: Path
+    inputs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def default_out(self) -> Path:
+        return default_dir(self.verb, self.recipe)
+
+
+def default_dir(verb: str, recipe: Recipe) -> Path:
+    return OUTPUTS / verb / recipe.name
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Exceptions to exit codes (`errors.explain`) and one sentence on stderr; a bug keeps its traceback, exit 1."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **options: Any) -> None:
+        screen.set_mode(json=options.get("as_json", False), quiet=options.get("quiet", False) or not is_main())
+        try:
+            command(*args, **options)
+        except (typer.Exit, typer.Abort):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            known = explain(error)
+            if known is None:
+                raise
+            code, message, hint = known
+            if options.get("debug"):
+                traceback.print_exception(error)
+            screen.error(message, hint)
+            screen.emit_json({"error": message, "hint": hint, "exit_code": code})
+            raise typer.Exit(code) from error
+
+    return wrapper
+
+
+def _stage(verb: str, recipe_name: str, overrides: list[str] | None, flags: dict[str, Any], out: Path | None) -> Stage:
+    recipe, sources = load_recipe(recipe_name, overrides, flags)
+    return Stage(verb, recipe, recipe_name, sources, out or default_dir(verb, recipe))
+
+
+def _numbers(flag: str, text: str | None, kind: type[int] | type[float]) -> list[Any] | None:
+    """`0,1,2,3` -> [0, 1, 2, 3]"""
+    try:
+        return None if text is None else [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        what = "whole numbers" if kind is int else "numbers"
+        raise UserError(
+            f"{flag} wants {what} separated by commas, not {text!r}.", f"For example {flag} 0,1,3."
+        ) from error
+
+
+def _go(
+    stage: Stage,
+    work: Callable[[RunDir], dict[str, Any]],
+    check: Callable[[], list[str]],
+    next_command: Callable[[dict[str, Any]], str],
+    *,
+    dry_run: bool,
+    print_config: bool,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    """Show, check, or do: open the run, let the stage work and finish it, close with where, what, and what next."""
+    if print_config:
+        return _show_config(stage)
+    options = dict(verb=stage.verb, recipe=stage.recipe, resume=resume, overwrite=overwrite, inputs=stage.inputs)
+    if dry_run:
+        refuse(stage.out, **options)
+        lines = [f"would run {stage.verb} with recipe {stage.recipe_name}", *check(), f"out: {stage.out}"]
+        screen.closing(*map(escape, lines))
+        return screen.emit_json({"dry_run": lines})
+    run = RunDir.open(stage.out, sources=stage.sources, **options)
+    try:
+        if resume and run.finished:
+            screen.say(f"{escape(str(run.path))} is finished already")
+        else:
+            work(run)
+        if not is_main():
+            return
+        results = run.results()
+        screen.closing(f"run:  {escape(str(run.path))}", escape(results["headline"]))
+        screen.closing(f"next: {escape(next_command(results))}")
+        screen.emit_json({"run": str(run.path)} | results)
+    finally:
+        run.close()
+
+
+def _show_config(stage: Stage) -> None:
+    values = flat_values(stage.recipe)
+    shown = {key: f"{key}: {json.dumps(value)}" for key, value in values.items()}
+    width = max(len(text) for text in shown.values() if len(text) < 50)
+    screen.closing(*(escape(f"{text:<{width}}  # {stage.sources[key]}") for key, text in shown.items()))
+    screen.emit_json({key: {"value": value, "source": stage.sources[key]} for key, value in values.items()})
+
+
+def _check_model(recipe: Recipe) -> str:
+    """What `--dry-run` can say about the verifier without fetching or making it."""
+    from draftkit.models import DEMO, HUB_NAME, demo_dir, resolve_model
+
+    name = recipe.model.path
+    if name == DEMO and not Path(name).exists():
+        there = (demo_dir() / "config.json").is_file()
+        return f"verifier: {demo_dir()} (the demo model, {'there' if there else 'to be made'})"
+    if not Path(name).expanduser().exists() and HUB_NAME.fullmatch(name):
+        return f"verifier: {name} (a hub name, fetched when the run starts)"
+    return f"verifier: {resolve_model(name, recipe.model.revision)}"
+
+
+def _check_corpus(recipe: Recipe, corpus: Path) -> str:
+    from draftkit.data.shards import Corpus
+    from draftkit.models import fingerprint
+
+    opened = Corpus.open(corpus)
+    verifier = Path(recipe.model.path).expanduser()
+    if verifier.is_dir():
+        opened.check_verifier(fingerprint(verifier))
+    return f"corpus: {corpus} ({len(opened.prompts('train'))} prompts, {len(opened.prompts('heldout'))} held out)"
+
+
+def _command(stage: Stage, verb: str, **paths: Path | str | None) -> str:
+    """The command to type next: same recipe and model, and the paths that are not where the next verb looks."""
+    words = ["draftkit", verb]
+    words += ["-r", stage.recipe_name] if stage.recipe_name != QUICKSTART else []
+    words += ["--model", stage.recipe.model.path] if stage.sources["model.path"] in {"flag", "override"} else []
+    for flag, path in paths.items():
+        words += [f"--{flag}", str(path)] if path is not None else []
+    return shlex.join(words)
+
+
+# ------------------------------------------------------------------------------------------------- verbs
+
+
+@app.command()
+@guarded
+def prepare(
+    overrides: Overrides = None,
+    recipe: RecipeOption = QUICKSTART,
+    model: Model = None,
+    data: Annotated[str | None, typer.Option(help="Data recipe: a shipped name, or a path.")] = None,
+    n: Annotated[int | None, typer.Option(help="Answers a prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Rollout temperature.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many training prompts.")] = None,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """RL prompts -> in-domain drafting corpus: the verifier answers them at the RL run's own settings."""
+    flags = {
+        "model.path": model,
+        "data.recipe": data,
+        "sampling.n": n,
+        "sampling.temperature": temperature,
+        "sampling.max_tokens": max_tokens,
+        "data.limit": limit,
+    }
+    stage = _stage("prepare", recipe, overrides, flags, out)
+
+    def work(run: RunDir) -> dict[str, Any]:
+        from draftkit.data import prepare as prepare_stage
+
+        return prepare_stage.run(stage.recipe, run)
+
+    def check() -> list[str]:
+        from draftkit.data.prompts import load_data_recipe
+
+        return [_check_model(stage.recipe), f"data: {load_data_recipe(stage.recipe.data.recipe).name}"]
+
+    def next_command(results: dict[str, Any]) -> str:
+        return _command(stage, "train-drafter", corpus=None if stage.out == stage.default_out else stage.out)
+
+    _go(stage, work, check, next_command, **_mode(dry_run, print_config, resume, overwrite))
+
+
+@app.command("train-drafter")
+@guarded
+def train_drafter(
+    overrides: Overrides = None,
+    recipe: RecipeOption = QUICKSTART,
+    corpus: CorpusOption = None,
+    model: Model = None,
+    ttt_steps: Annotated[int | None, typer.Option(help="Test-time-training steps.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the corpus.")] = None,
+    init: Annotated[str | None, typer.Option(help="Drafter directory to warm-start from.")] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes.")] = None,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Corpus -> EAGLE-3 drafter that stock vLLM serves, checked against vLLM before the run calls itself finished."""
+    flags = {
+        "model.path": model,
+        "train.ttt_steps": ttt_steps,
+        "train.lr": lr,
+        "train.epochs": epochs,
+        "drafter.init": init,
+        "train.max_minutes": max_minutes,
+    }
+    stage = _stage("train-drafter", recipe, overrides, flags, out)
+    corpus = corpus or default_dir("prepare", stage.recipe)
+    stage.inputs = {"corpus": str(corpus)}
+
+    def work(run: RunDir) -> dict[str, Any]:
+        from draftkit.train import loop
+
+        return loop.run(stage.recipe, run, corpus)
+
+    def check() -> list[str]:
+        return [_check_model(stage.recipe), _check_corpus(stage.recipe, corpus)]
+
+    def next_command(results: dict[str, Any]) -> str:
+        return _command(
+            stage,
+            "eval-acceptance",
+            corpus=None if corpus == default_dir("prepare", stage.recipe) else corpus,
+            drafter=None if stage.out == stage.default_out else stage.out / "drafter",
+        )
+
+    _go(stage, work, check, next_command, **_mode(dry_run, print_config, resume, overwrite))
+
+
+@app.command("eval-acceptance")
+@guarded
+def eval_acceptance(
+    overrides: Overrides = None,
+    recipe: RecipeOption = QUICKSTART,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafter directory, small draft model, or ngram. Default: outputs/train-drafter/<recipe name>."
+        ),
+    ] = None,
+    corpus: CorpusOption = None,
+    model: Model = None,
+    k: Annotated[str | None, typer.Option(help="Draft lengths, for example 0,1,2,3,5; 0 is always in.")] = None,
+    concurrency: Annotated[str | None, typer.Option(help="Requests at a time, for example 1,4,16.")] = None,
+    temperature: Annotated[str | None, typer.Option(help="Temperatures, for example 0,1.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Measurements of every cell.")] = None,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Drafter -> acceptance length, speedup and verdict for every k x concurrency, in the real engine."""
+    flags = {
+        "model.path": model,
+        "eval.k": _numbers("--k", k, int),
+        "eval.concurrency": _numbers("--concurrency", concurrency, int),
+        "eval.temperatures": _numbers("--temperature", temperature, float),
+        "eval.repeats": repeats,
+    }
+    stage = _stage("eval-acceptance", recipe, overrides, flags, out)
+    corpus = corpus or default_dir("prepare", stage.recipe)
+    drafter = drafter or str(default_dir("train-drafter", stage.recipe) / "drafter")
+    stage.inputs = {"corpus": str(corpus), "drafter": drafter}
+
+    def work(run: RunDir) -> dict[str, Any]:
+        from draftkit.evals import bench
+
+        return bench.run(stage.recipe, run, corpus=corpus, drafter=drafter)
+
+    def check() -> list[str]:
+        cells = f"cells: k {stage.recipe.eval.k} x concurrency {stage.recipe.eval.concurrency}"
+        if drafter != "ngram" and not Path(drafter).is_dir():
+            raise UserError(
+                f"The drafter directory {drafter} does not exist.", "Train one with `draftkit train-drafter`."
+            )
+        return [_check_model(stage.recipe), _check_corpus(stage.recipe, corpus), f"drafter: {drafter}", cells]
+
+    _go(stage, work, check, functools.partial(_serve, stage), **_mode(dry_run, print_config, resume, overwrite))
+
+
+def _serve(stage: Stage, results: dict[str, Any]) -> str:
+    """How to serve with the k that paid for the smallest batch; where none paid, what to try instead."""
+    best = next((k for _, _, k in results["schedule"] if k), 0)
+    if not best:
+        return f"{_command(stage, 'train-drafter')}  (longer, or on more data: no draft length paid here)"
+    speculative = {"method": results["method"], "num_speculative_tokens": best}
+    speculative |= {"model": results["drafter"]} if results["drafter"] not in {None, "ngram"} else {}
+    return shlex.join(["vllm", "serve", results["verifier"], "--speculative-config", json.dumps(speculative)])
+
+
+def _mode(dry_run: bool, print_config: bool, resume: bool, overwrite: bool) -> dict[str, bool]:
+    return dict(dry_run=dry_run, print_config=print_config, resume=resume, overwrite=overwrite)
+
+
+# ------------------------------------------------------------------------------------------------- helpers
+
+
+@app.command("demo-model")
+@guarded
+def demo_model(
+    out: Annotated[Path | None, typer.Option(help="Directory. Default: the cache (DRAFTKIT_CACHE).")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write the embedded 135M verifier as a transformers checkpoint, whole or not at all."""
+    from draftkit.models import make_demo_model
+
+    path = make_demo_model(out)
+    size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    screen.closing(f"model: {escape(str(path))}", f"{size:.0f} MB, SmolLM2-135M-Instruct in bfloat16")
+    screen.closing("next: draftkit prepare" + (f" --model {escape(shlex.quote(str(path)))}" if out else ""))
+    screen.emit_json({"model": str(path), "megabytes": round(size)})
+
+
+@app.command()
+@guarded
+def doctor(as_json: Json = False, debug: Debug = False) -> None:
+    """This machine, the installed versions, which methods its vLLM serves, known faults and their cure."""
+    from draftkit import doctor as checks
+
+    report = checks.examine()
+    checks.show(report)
+    screen.emit_json(report)
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+@app.command()
+@guarded
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this recipe.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the shipped recipes, or print one."""
+    if name is not None:
+        path = find_shipped(name, "recipes")
+        screen.closing(escape(path.read_text(encoding="utf-8").rstrip()))
+        return screen.emit_json(read_yaml(path))
+    found = {stem: read_yaml(path).get("description", "") for stem, path in shipped("recipes").items()}
+    screen.table(
+        "recipes", ["name", "description"], [[escape(stem), escape(text)] for stem, text in found.items()], left=2
+    )
+    data = list(shipped("data_recipes"))
+    screen.closing(f"data recipes: {', '.join(data)}", "next: draftkit prepare -r NAME --dry-run")
+    screen.emit_json({"recipes": found, "data_recipes": data})
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"draftkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Faster RL rollouts by speculative decoding: a drafting corpus, a drafter, and what it really buys."""
+
+
+def main() -> None:
+    # Outside the saving sections (`run.Interrupt`), SIGTERM ends a command as Ctrl-C does: exit 130, files closed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(app())
