@@ -1,7 +1,7 @@
 """The nouns that cross rooms. Frozen, slotted, and free of heavy imports (torch only for annotations).
 
-Shape suffixes used in the whole package: B batch (packed rows), T slots in a row, H hidden size, A auxiliary
-layers, V verifier vocabulary, D draft vocabulary, K draft positions of one round, L test-time-training steps.
+Shape suffixes used in the whole package: N tokens of a batch, T tokens of a document, R drafter slots of a batch,
+H hidden size, A auxiliary layers, F = A * H, V verifier vocabulary, D draft vocabulary, L test-time-training steps.
 """
 
 from __future__ import annotations
@@ -114,31 +114,36 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """What one forward of the verifier leaves for the drafter, for one document of T tokens.
+class Document:
+    """One rollout as the drafter sees it: prompt and response in one sequence of T tokens.
 
-    tokens_T int64; mask_T bool, True on supervised (response) tokens; aux_TAH the auxiliary layers' residual
-    streams concatenated, [T, A*H]; last_TH the post-final-norm hidden state, whose product with the LM head is
-    the teacher's logits. Both in bfloat16.
+    mask[t] is True where token t is supervised (sampled by the verifier).
     """
 
-    tokens_T: torch.Tensor
-    mask_T: torch.Tensor
-    aux_TAH: torch.Tensor
-    last_TH: torch.Tensor
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Documents packed into rows for the drafter. Everything is aligned to *slots*: see `data/batch.py`.
+    """Documents laid end to end (no padding), with the verifier's states. N tokens, R slots (rows the drafter is
+    trained on), F = A * Ht.
 
-    tokens_BT int64: x[p]; doc_BT int64: document number, -1 on padding; pos_BT int64: position inside the document;
-    mask_BT bool: supervised token; aux_BTAH and last_BTH as in `Capture`.
+    tokens_N int64; pos_N int64, position inside the document; aux_NF, the auxiliary layers' residual streams
+    concatenated; last_NH, the final-normed hidden state, whose product with the LM head is the teacher's logits;
+    lse_N and max_N float32: log-sum-exp and maximum of the teacher's full-vocabulary logits over the sampling
+    temperature; top_N int64: the teacher's argmax. segments: runs of slots (start, first, last): the slots
+    first <= p < last attend to the tokens start <= t <= p. slot_R int64: all those p in order.
+    valid_LR bool: slot r is supervised at TTT step i (its tokens p+1 .. p+2+i are all supervised).
     """
 
-    tokens_BT: torch.Tensor
-    doc_BT: torch.Tensor
-    pos_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    aux_BTAH: torch.Tensor
-    last_BTH: torch.Tensor
+    tokens_N: torch.Tensor
+    pos_N: torch.Tensor
+    aux_NF: torch.Tensor
+    last_NH: torch.Tensor
+    lse_N: torch.Tensor
+    max_N: torch.Tensor
+    top_N: torch.Tensor
+    segments: tuple[tuple[int, int, int], ...]
+    slot_R: torch.Tensor
+    valid_LR: torch.Tensor

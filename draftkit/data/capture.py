@@ -1,0 +1,218 @@
+"""Verifier hidden states for the drafter: captured while training (stream) or once, to disk (cache).
+
+One transformers forward over the documents yields the auxiliary layers' residual streams and the final-normed state,
+both bfloat16, and three numbers a token about the teacher's full-vocabulary distribution (log-sum-exp, maximum,
+argmax), so that training never multiplies by the full LM head. Layer ids are vLLM's: id L is the state after L blocks,
+id 0 the embedding, id n the last block's output *before* the final norm. Right padding needs no mask under causal
+attention. A streamed and a cached corpus give the same batches, bit for bit: both capture the same chunks of documents
+in the same order, and bfloat16 and float32 survive safetensors.
+
+Left out: vLLM's `extract_hidden_states` connector, which needs CUDA streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from draftkit.data.batch import layout
+from draftkit.errors import UserError
+from draftkit.run import atomic_json, no_space
+from draftkit.types import Document, DraftBatch
+
+SCHEMA = "draftkit.states/1"
+CHUNK_TOKENS = 4096  # padded tokens of one verifier forward
+LOGIT_ROWS = 256  # rows of full-vocabulary logits held at once
+
+
+class Verifier:
+    """The verifier as transformers runs it, frozen.
+
+    embed_VH and head_VH: its embedding and LM head (the same tensor when tied). dtype: of the forward and the states.
+    """
+
+    def __init__(
+        self, path: Path, aux_layers: Sequence[int], temperature: float, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+    ) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
+        self.aux_layers, self.temperature, self.device = tuple(aux_layers), temperature or 1.0, device
+        self.embed_VH = self.model.get_input_embeddings().weight
+        self.head_VH = self.model.get_output_embeddings().weight
+        self._taps: dict[int, torch.Tensor] = {}
+        blocks = self.model.model.layers
+        for layer in self.aux_layers:
+            if not 0 <= layer <= len(blocks):
+                raise UserError(f"drafter.aux_layers: the verifier has layers 0 to {len(blocks)}, not {layer}.")
+            if layer == 0:
+                self.model.get_input_embeddings().register_forward_hook(self._tap(0))
+            else:
+                blocks[layer - 1].register_forward_hook(self._tap(layer))
+
+    def _tap(self, layer: int) -> Callable:
+        def hook(_module, _inputs, output):
+            self._taps[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @torch.no_grad()
+    def states(self, documents: Sequence[Document]) -> list[dict[str, torch.Tensor]]:
+        """Per document: aux [T, F], last [T, H], lse, max [T] float32, top [T] int64."""
+        longest = max(len(d.tokens) for d in documents)
+        tokens = torch.zeros(len(documents), longest, dtype=torch.int64)
+        for row, document in enumerate(documents):
+            tokens[row, : len(document.tokens)] = torch.tensor(document.tokens)
+        last = self.model.model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
+        aux = torch.cat([self._taps[layer] for layer in self.aux_layers], -1)
+        self._taps.clear()
+        result = []
+        for row, document in enumerate(documents):
+            length = len(document.tokens)
+            hidden = last[row, :length].contiguous()
+            result.append({"aux": aux[row, :length].contiguous(), "last": hidden, **self._teacher(hidden)})
+        return result
+
+    def _teacher(self, hidden_TH: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = []
+        for rows in hidden_TH.split(LOGIT_ROWS):
+            logits = (rows @ self.head_VH.T).float() / self.temperature
+            top = logits.max(-1)
+            parts.append((logits.logsumexp(-1), top.values, top.indices))
+        lse, maximum, index = (torch.cat(column) for column in zip(*parts, strict=True))
+        return {"lse": lse, "max": maximum, "top": index}
+
+
+def chunks(lengths: Sequence[int], tokens: int = CHUNK_TOKENS) -> list[list[int]]:
+    """Document numbers by forward pass: neighbours in length go together, so little is spent on padding."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    result: list[list[int]] = [[]]
+    for i in order:
+        if result[-1] and (len(result[-1]) + 1) * lengths[i] > tokens:
+            result.append([])
+        result[-1].append(i)
+    return result
+
+
+class StreamedStates:
+    """States captured when a batch asks for them; the last few chunks stay in memory."""
+
+    def __init__(self, verifier: Verifier, documents: Sequence[Document], keep: int = 16) -> None:
+        self.verifier, self.documents, self.keep = verifier, documents, keep
+        self.chunks = chunks([len(d.tokens) for d in documents])
+        self.chunk_of = {i: number for number, members in enumerate(self.chunks) for i in members}
+        self._held: OrderedDict[int, dict[int, dict[str, torch.Tensor]]] = OrderedDict()
+
+    def document(self, i: int) -> dict[str, torch.Tensor]:
+        number = self.chunk_of[i]
+        if number not in self._held:
+            members = self.chunks[number]
+            states = self.verifier.states([self.documents[j] for j in members])
+            self._held[number] = dict(zip(members, states, strict=True))
+            if len(self._held) > self.keep:
+                self._held.popitem(last=False)
+        self._held.move_to_end(number)
+        return self._held[number][i]
+
+
+class CachedStates:
+    """States read from the shards that `fill` wrote: one per chunk, tensors named `<document>.<field>`."""
+
+    def __init__(self, directory: Path, documents: Sequence[Document]) -> None:
+        self.directory, self.documents = directory, documents
+        self.chunks = chunks([len(d.tokens) for d in documents])
+        self.chunk_of = {i: number for number, members in enumerate(self.chunks) for i in members}
+        self._open: dict[int, safe_open] = {}
+
+    @staticmethod
+    def key(verifier: Verifier, fingerprint: dict, documents: Sequence[Document]) -> dict:
+        """What the cached states depend on."""
+        digest = hashlib.sha256()
+        for d in documents:
+            digest.update(repr((d.tokens, d.mask)).encode())
+        return {
+            "schema": SCHEMA,
+            "verifier": fingerprint,
+            "aux_layers": list(verifier.aux_layers),
+            "temperature": verifier.temperature,
+            "documents": digest.hexdigest(),
+        }
+
+    @classmethod
+    def fill(
+        cls,
+        directory: Path,
+        verifier: Verifier,
+        fingerprint: dict,
+        documents: Sequence[Document],
+        progress: Callable[[int], None],
+    ) -> CachedStates:
+        """Capture what is missing, chunk by chunk; a killed run goes on where it was. progress(n): n more tokens done.
+
+        Raises UserError when the estimate does not fit on the disk.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        key, key_file = cls.key(verifier, fingerprint, documents), directory / "key.json"
+        if not key_file.exists() or json.loads(key_file.read_text()) != key:
+            for stale in directory.glob("*.safetensors"):
+                stale.unlink()
+            atomic_json(key_file, key)
+        cache = cls(directory, documents)
+        missing = [n for n in range(len(cache.chunks)) if not cache.path(n).exists()]
+        need = sum(len(documents[i].tokens) for n in missing for i in cache.chunks[n]) * cls.bytes_per_token(verifier)
+        no_space(directory, need, "the verifier's hidden states")
+        for n in missing:
+            members = cache.chunks[n]
+            tensors = {
+                f"{i}.{name}": tensor
+                for i, state in zip(members, verifier.states([documents[i] for i in members]), strict=True)
+                for name, tensor in state.items()
+            }
+            aside = cache.path(n).with_suffix(".tmp")
+            save_file(tensors, aside)
+            aside.rename(cache.path(n))
+            progress(sum(len(documents[i].tokens) for i in members))
+        return cache
+
+    @staticmethod
+    def bytes_per_token(verifier: Verifier) -> int:
+        hidden = verifier.embed_VH.shape[1]
+        return 2 * hidden * (len(verifier.aux_layers) + 1) + 4 + 4 + 8
+
+    def path(self, number: int) -> Path:
+        return self.directory / f"{number:05d}.safetensors"
+
+    def document(self, i: int) -> dict[str, torch.Tensor]:
+        number = self.chunk_of[i]
+        if number not in self._open:
+            self._open[number] = safe_open(self.path(number), "pt")
+        file = self._open[number]
+        return {name: file.get_tensor(f"{i}.{name}") for name in ("aux", "last", "lse", "max", "top")}
+
+
+States = StreamedStates | CachedStates
+
+
+def collate(states: States, members: Sequence[int], num_steps: int) -> DraftBatch:
+    """The batch of these documents (numbers), in this order."""
+    tokens, pos, segments, slots, valid = layout([states.documents[i] for i in members], num_steps)
+    fields = [states.document(i) for i in members]
+    joined = {name: torch.cat([f[name] for f in fields]) for name in ("aux", "last", "lse", "max", "top")}
+    return DraftBatch(
+        tokens_N=torch.from_numpy(tokens),
+        pos_N=torch.from_numpy(pos),
+        aux_NF=joined["aux"],
+        last_NH=joined["last"],
+        lse_N=joined["lse"],
+        max_N=joined["max"],
+        top_N=joined["top"],
+        segments=segments,
+        slot_R=torch.from_numpy(slots),
+        valid_LR=torch.from_numpy(valid),
+    )
