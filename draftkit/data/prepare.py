@@ -20,6 +20,7 @@ from draftkit import console
 from draftkit.data.data_recipe import DataRecipe, load_data_recipe
 from draftkit.data.prompts import Split, from_jsonl, read_prompts, split_prompts, to_jsonl
 from draftkit.data.respond import Shard, answer_shard, is_complete, plan_shards
+from draftkit.data.rewards import require_verifier
 from draftkit.data.shards import PROMPTS, SHARDS, Corpus, describe_file, read_shard, write_manifest
 from draftkit.data.sources import read_heldout_rows, read_rows
 from draftkit.data.summary import Summary, show_sample
@@ -40,12 +41,17 @@ def run(recipe: Recipe, run_dir: RunDir) -> dict[str, Any]:
     model = resolve_model(recipe.model.path, recipe.model.revision)
     tokenizer = load_tokenizer(model, recipe.model.trust_remote_code)
     data_recipe = load_data_recipe(recipe.data.recipe)
+    require_verifier(data_recipe.verifier)
     made_from = {
         "verifier": {"path": recipe.model.path, "revision": recipe.model.revision, **fingerprint(model)},
         "sampling": recipe.sampling.model_dump(),
         "max_model_len": recipe.engine.max_model_len,
         "data_recipe": data_recipe.model_dump(mode="json"),
     }
+
+    (run_dir.path / SHARDS).mkdir(exist_ok=True)
+    for half_written in run_dir.path.rglob(".*.tmp-*"):  # kill -9 in the middle of a write leaves one
+        half_written.unlink()
 
     # ---- prompts: chosen once, then read back --------------------------------------------------------------------
     split, counts = _prompts(recipe, data_recipe, tokenizer, run_dir.path, made_from)
@@ -54,7 +60,6 @@ def run(recipe: Recipe, run_dir: RunDir) -> dict[str, Any]:
 
     # ---- answers: shard by shard ---------------------------------------------------------------------------------
     plan = plan_shards(split, recipe.data.shard_size)
-    (run_dir.path / SHARDS).mkdir(exist_ok=True)
     todo = [shard for shard in plan if not is_complete(run_dir.path / shard.file, shard, recipe.sampling)]
     if len(todo) < len(plan):
         console.say(f"resuming: {len(plan) - len(todo)} of {len(plan)} shards are complete")

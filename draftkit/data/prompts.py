@@ -243,7 +243,7 @@ def to_jsonl(split: Split) -> Iterator[str]:
 
 def from_jsonl(text: str) -> Split:
     split = Split([], [])
-    for line in text.splitlines():
+    for line in text.removesuffix("\n").split("\n"):  # splitlines would also cut at U+2028 inside a prompt
         r = json.loads(line)
         prompt = Prompt(r["id"], tuple(r["messages"]), r["task"], r["answer"], r["metadata"])
         (split.heldout if r["split"] == "heldout" else split.train).append(prompt)

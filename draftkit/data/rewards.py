@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from draftkit.data.prompts import last_boxed
@@ -30,6 +31,16 @@ class Score:
 
     value: float | None
     error: str | None = None
+
+
+def require_verifier(verifier: str) -> None:
+    """Refuse early when the package of a verifier is missing: `score` would take that for a wrong answer."""
+    package = {"reasoning-gym": "reasoning_gym", "math-verify": "math_verify"}.get(verifier)
+    if package and find_spec(package) is None:
+        raise UserError(
+            f"verifier {verifier} needs the package {verifier}, which is not installed.",
+            "Run `pip install 'draftkit[data]'`.",
+        )
 
 
 def score(prompt: Prompt, text: str) -> Score:
@@ -62,7 +73,7 @@ def final_answer(text: str, expected: str | None) -> str:
         numbers = NUMBER.findall(tail) or NUMBER.findall(text)
         return numbers[-1].replace(",", "") if numbers else ""
     lines = [line for line in tail.splitlines() if line.strip()]
-    return lines[-1].strip().rstrip(".").strip("*").strip() if lines else ""
+    return lines[-1].strip().rstrip(".").strip("*$ ") if lines else ""
 
 
 def _plain(text: str) -> str:
