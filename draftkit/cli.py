@@ -81,20 +81,21 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> None:
         screen.set_mode(json=options.get("as_json", False), quiet=options.get("quiet", False) or not is_main())
-        try:
-            command(*args, **options)
-        except (typer.Exit, typer.Abort):
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            known = explain(error)
-            if known is None:
+        with screen.own_stdout():
+            try:
+                command(*args, **options)
+            except (typer.Exit, typer.Abort):
                 raise
-            code, message, hint = known
-            if options.get("debug"):
-                traceback.print_exception(error)
-            screen.error(message, hint)
-            screen.emit_json({"error": message, "hint": hint, "exit_code": code})
-            raise typer.Exit(code) from error
+            except (Exception, KeyboardInterrupt) as error:
+                known = explain(error)
+                if known is None:
+                    raise
+                code, message, hint = known
+                if options.get("debug"):
+                    traceback.print_exception(error)
+                screen.error(message, hint)
+                screen.emit_json({"error": message, "hint": hint, "exit_code": code})
+                raise typer.Exit(code) from error
 
     return wrapper
 
@@ -233,7 +234,7 @@ def prepare(
         return prepare_stage.run(stage.recipe, run)
 
     def check() -> list[str]:
-        from draftkit.data.prompts import load_data_recipe
+        from draftkit.data.data_recipe import load_data_recipe
 
         return [_check_model(stage.recipe), f"data: {load_data_recipe(stage.recipe.data.recipe).name}"]
 

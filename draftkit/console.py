@@ -8,11 +8,12 @@ out logging levels and colours as settings: rich honours NO_COLOR and terminal w
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -24,6 +25,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
 _log: Console | None = None
 _json = False
+_stdout: TextIO | None = None  # the real one while `own_stdout` holds it
 _said: set[str] = set()
 
 
@@ -32,7 +34,19 @@ def set_mode(*, json: bool = False, quiet: bool = False) -> None:
     global _json
     _json = json
     console.quiet = quiet
-    out.stderr = json  # tables and closing lines move out of the way of the JSON document
+
+
+@contextmanager
+def own_stdout() -> Iterator[None]:
+    """Keep stdout for results: what libraries print there while they load or run goes to stderr."""
+    global _stdout
+    _stdout = sys.stdout
+    out.file = sys.stderr if _json else _stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _stdout, out.file = None, None  # rich: None means whatever sys.stdout is at the time
 
 
 def log_to(path: Path | None) -> None:
@@ -93,7 +107,7 @@ def error(message: str, hint: str = "") -> None:
 def emit_json(document: Any) -> None:
     """The one JSON document of `--json`, on stdout; does nothing in the other modes."""
     if _json:
-        print(json.dumps(document, indent=2, default=str), flush=True)
+        print(json.dumps(document, indent=2, default=str), file=_stdout, flush=True)
 
 
 class Progress:

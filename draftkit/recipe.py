@@ -181,10 +181,12 @@ class _UniqueKeys(yaml.SafeLoader):
     """PyYAML lets the second of two equal keys win in silence; here it is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key, (key_node, _) in zip(keys, node.value, strict=True):
-            if keys.count(key) > 1:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", key_node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
