@@ -60,7 +60,8 @@ def run(recipe: Recipe, run: RunDir, *, corpus: Path, drafter: str | None) -> di
     Interrupted after the measurement during which a signal came.
     """
     verifier = resolve_model(recipe.model.path, recipe.model.revision)
-    spec = resolve_drafter(drafter, model_facts(verifier), fingerprint(verifier), max(recipe.eval.k))
+    facts = model_facts(verifier, recipe.model.trust_remote_code)
+    spec = resolve_drafter(drafter, facts, fingerprint(verifier), max(recipe.eval.k))
     prompts = heldout_prompts(recipe, corpus, verifier, spec.k)
     plan = plan_row(recipe, verifier, spec, drafter, list(prompts))
     done = finished_points(run, plan)
@@ -131,7 +132,7 @@ def heldout_prompts(recipe: Recipe, corpus: Path, verifier: Path, k: int) -> dic
             f"{recipe.engine.max_num_seqs}.",
             "Raise engine.max_num_seqs.",
         )
-    tokenizer = load_tokenizer(verifier)
+    tokenizer = load_tokenizer(verifier, recipe.model.trust_remote_code)
     rendered = {prompt.id: render(tokenizer, list(prompt.messages), recipe.sampling.thinking) for prompt in chosen}
     longest = max(rendered, key=lambda id: len(rendered[id]))
     # The drafter looks k + 1 tokens past the last one; a cut answer would be a different workload for each k.

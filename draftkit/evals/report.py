@@ -18,7 +18,7 @@ PLOT = "acceptance.png"
 COLUMNS = ("concurrency", "k", "tokens/s", "AL", "AL 95 %", "survival", "round = draft + verify", "speedup",
            "speedup 95 %", "verdict")  # fmt: skip
 LEGEND = (
-    "AL: tokens a verify round, the bonus token included; its interval is over prompts. Round: its time in plain steps, "
+    "AL: tokens a verify round, the bonus token included; its interval is over prompts. Round: time in plain steps, "
     "which is also the AL at which the cell would break even. Speedup: time per token against k = 0."
 )
 
