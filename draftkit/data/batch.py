@@ -65,8 +65,8 @@ def layout(documents: Sequence[Document], num_steps: int):
     tokens = np.concatenate([np.asarray(d.tokens, dtype=np.int64) for d in documents])
     pos = np.concatenate([np.arange(len(d.tokens), dtype=np.int64) for d in documents])
     segments: list[tuple[int, int, int]] = []
-    slots: list[np.ndarray] = []
-    valid: list[np.ndarray] = []
+    slots = [np.zeros(0, dtype=np.int64)]  # a batch whose documents have no slot is empty, not an error
+    valid = [np.zeros((num_steps, 0), dtype=bool)]
     start = 0
     for document in documents:
         for first, last in slot_runs(document.mask):

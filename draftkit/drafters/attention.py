@@ -113,9 +113,13 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
+def _has_flash(q: torch.Tensor) -> bool:
+    return q.device.type == "cpu"
+
+
 def _forward(q, k, v, causal: bool, scale: float):
     """([Q, H, D], lse [Q, H])."""
-    if q.device.type == "cpu":
+    if _has_flash(q):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = flash(*map(_heads_first, (q, k, v)), 0.0, causal, attn_mask=None, scale=scale)
         return _tokens_first(out), _tokens_first(lse)
@@ -128,7 +132,7 @@ def _forward(q, k, v, causal: bool, scale: float):
 
 
 def _backward(grad, q, k, v, out, lse, causal: bool, scale: float):
-    if q.device.type == "cpu":
+    if _has_flash(q):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         tensors = [_heads_first(x) for x in (grad, q, k, v, out, lse)]
         return [_tokens_first(g) for g in flash(*tensors, 0.0, causal, attn_mask=None, scale=scale)]

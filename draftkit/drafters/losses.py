@@ -51,8 +51,9 @@ def drafter_loss(
     kl, correct (argmax agrees), greedy (p(argmax q)), sampled (sum min(p, q); zeros unless asked), ceiling, count; and
     accept_LR float32 = p(argmax q), proposal_LR int64 = argmax q as a draft id (both 0 where not valid).
     """
-    weights = torch.tensor([decay**i / denominator for i in range(len(states))])
-    loss, *outputs = _FusedKL.apply(teacher, valid_LR, weights, with_sampled, head_DH, *states)
+    weights = torch.tensor([decay**i / denominator for i in range(len(states))], dtype=torch.float64)
+    with_grad = torch.is_grad_enabled()  # inside a Function it is always off
+    loss, *outputs = _FusedKL.apply(teacher, valid_LR, weights, with_sampled, with_grad, head_DH, *states)
     names = ("kl", "correct", "greedy", "sampled", "ceiling", "count", "accept_LR", "proposal_LR")
     return loss, dict(zip(names, outputs, strict=True))
 
@@ -61,12 +62,12 @@ class _FusedKL(torch.autograd.Function):
     """Loss, and its gradient already in the forward: the student's logits are in the cache then and never again."""
 
     @staticmethod
-    def forward(ctx, teacher, valid_LR, weights, with_sampled, head, *states):
+    def forward(ctx, teacher, valid_LR, weights, with_sampled, with_grad, head, *states):
         steps, rows = valid_LR.shape
         wide = torch.promote_types(head.dtype, torch.float32)
         head_used = head.to(states[0].dtype)
         teacher_head = teacher.head_DH.to(states[0].dtype)
-        needs_grad = any(ctx.needs_input_grad)
+        needs_grad = with_grad and any(ctx.needs_input_grad)
         grads = [torch.zeros_like(s) for s in states] if needs_grad else []
         grad_head = torch.zeros_like(head, dtype=wide) if needs_grad else None
         sums = torch.zeros(6, steps, dtype=wide, device=head.device)
@@ -122,4 +123,4 @@ class _FusedKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         grad_head, grads = ctx.grads
-        return None, None, None, None, (grad_head * grad).to(ctx.head_dtype), *[g * grad.to(g.dtype) for g in grads]
+        return None, None, None, None, None, (grad_head * grad).to(ctx.head_dtype), *[g * grad.to(g.dtype) for g in grads]
