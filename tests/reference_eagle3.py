@@ -1,0 +1,156 @@
+"""EAGLE-3 test-time training written down once more, as slow as it reads: float64, one document, one slot, one step.
+
+An oracle for tests only. It shares no code with `draftkit.drafters` and is written from the definitions in
+arXiv 2503.01840 (alignment, one layer, attention of a later step to its own slot) with vLLM's names for the tensors.
+Gradients come from autograd. `weights` maps tensor names (`fc.weight`, `midlayer.self_attn.q_proj.weight`, ...) to
+float64 tensors.
+
+    x = tokens, g = the verifier's auxiliary states, y = its final-normed state, p = a slot, i = a TTT step from 0
+    reads x[p+1+i] and its own previous output (fc(g[p]) at i = 0), sits at rope position p + i, predicts x[p+2+i];
+    its teacher is softmax(head y[p+1+i] / temperature) over the draft vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    rope_theta: float
+    norm_before_residual: bool
+
+
+@dataclass(frozen=True)
+class Doc:
+    """tokens x, mask m, aux [T, F], last [T, H]: one document as the verifier left it."""
+
+    tokens: Sequence[int]
+    mask: Sequence[bool]
+    aux: torch.Tensor
+    last: torch.Tensor
+
+
+def is_trained(doc: Doc, p: int, i: int) -> bool:
+    """Slot p counts at step i when x[p+1] .. x[p+2+i] all exist and are all supervised."""
+    return p + 2 + i < len(doc.tokens) and all(doc.mask[t] for t in range(p + 1, p + 2 + i + 1))
+
+
+def slots(doc: Doc) -> list[int]:
+    return [p for p in range(len(doc.tokens)) if is_trained(doc, p, 0)]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * x / torch.sqrt((x * x).mean() + eps)
+
+
+def rotate(head: torch.Tensor, position: int, theta: float) -> torch.Tensor:
+    """Rotary embedding of one head's vector: pairs (d, d + D/2) turn by position / theta^(2d/D)."""
+    half = len(head) // 2
+    turned: list[torch.Tensor] = [head[0]] * len(head)
+    for d in range(half):
+        angle = position / theta ** (2 * d / len(head))
+        cos, sin = math.cos(angle), math.sin(angle)
+        turned[d] = head[d] * cos - head[d + half] * sin
+        turned[d + half] = head[d + half] * cos + head[d] * sin
+    return torch.stack(turned)
+
+
+def layer_input(w: Weights, s: Shape, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.cat(
+        [
+            rms_norm(embedding, w["midlayer.input_layernorm.weight"], s.eps),
+            rms_norm(hidden, w["midlayer.hidden_norm.weight"], s.eps),
+        ]
+    )
+
+
+def heads(w: Weights, s: Shape, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    return list((w[f"midlayer.self_attn.{name}.weight"] @ x).split(s.head_dim))
+
+
+def key_value(w: Weights, s: Shape, x: torch.Tensor, position: int):
+    keys = [rotate(head, position, s.rope_theta) for head in heads(w, s, "k_proj", x)]
+    return keys, heads(w, s, "v_proj", x)
+
+
+def attend(w: Weights, s: Shape, x: torch.Tensor, position: int, seen: list) -> torch.Tensor:
+    """o_proj of every query head's softmax over the (keys, values) in `seen`."""
+    result = []
+    for h, query in enumerate(heads(w, s, "q_proj", x)):
+        query = rotate(query, position, s.rope_theta)
+        group = h // (s.num_heads // s.num_kv_heads)
+        scores = torch.stack([query @ keys[group] for keys, _ in seen]) / math.sqrt(s.head_dim)
+        values = torch.stack([values[group] for _, values in seen])
+        result.append(torch.softmax(scores, 0) @ values)
+    return w["midlayer.self_attn.o_proj.weight"] @ torch.cat(result)
+
+
+def mlp(w: Weights, x: torch.Tensor) -> torch.Tensor:
+    gate = w["midlayer.mlp.gate_proj.weight"] @ x
+    return w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["midlayer.mlp.up_proj.weight"] @ x))
+
+
+def draft_states(w: Weights, s: Shape, embed_VH: torch.Tensor, doc: Doc, num_steps: int) -> dict:
+    """{(p, i): normed state} of every slot p, trained at step i or not, as far as the document has tokens to read."""
+    fused = [w["fc.weight"] @ g for g in doc.aux]
+    step_0 = []  # keys and values of every token that has a following token
+    for t in range(len(doc.tokens) - 1):
+        step_0.append(key_value(w, s, layer_input(w, s, embed_VH[doc.tokens[t + 1]], fused[t]), t))
+    states = {}
+    for p in slots(doc):
+        hidden, own = fused[p], []
+        for i in range(num_steps):
+            if p + 1 + i >= len(doc.tokens):
+                break
+            x = layer_input(w, s, embed_VH[doc.tokens[p + 1 + i]], hidden)
+            if i > 0:
+                own.append(key_value(w, s, x, p + i))
+            residual = rms_norm(hidden, w["midlayer.hidden_norm.weight"], s.eps) if s.norm_before_residual else hidden
+            hidden = residual + attend(w, s, x, p + i, step_0[: p + 1] + own)
+            hidden = hidden + mlp(w, rms_norm(hidden, w["midlayer.post_attention_layernorm.weight"], s.eps))
+            states[p, i] = rms_norm(hidden, w["norm.weight"], s.eps)
+    return states
+
+
+def teacher_log_probs(target_head_VH: torch.Tensor, doc: Doc, position: int, temperature: float) -> torch.Tensor:
+    """log p of the verifier over its full vocabulary for the token after `position`."""
+    return torch.log_softmax(target_head_VH @ doc.last[position] / temperature, 0)
+
+
+def num_trained(docs: Sequence[Doc], step: int) -> int:
+    return sum(is_trained(doc, p, step) for doc in docs for p in range(len(doc.tokens)))
+
+
+def loss(
+    w: Weights,
+    s: Shape,
+    embed_VH: torch.Tensor,
+    target_head_VH: torch.Tensor,
+    draft_to_target: Sequence[int],
+    docs: Sequence[Doc],
+    num_steps: int,
+    decay: float,
+    temperature: float,
+    denominator: float,
+) -> torch.Tensor:
+    """sum_i decay^i sum_p KL(teacher renormalised over the draft vocabulary || drafter) / denominator."""
+    total = torch.zeros((), dtype=torch.float64)
+    for doc in docs:
+        for (p, i), state in draft_states(w, s, embed_VH, doc, num_steps).items():
+            if is_trained(doc, p, i):
+                full = teacher_log_probs(target_head_VH, doc, p + 1 + i, temperature)
+                log_p = torch.log_softmax(full[torch.as_tensor(draft_to_target)], 0)
+                log_q = torch.log_softmax(w["lm_head.weight"] @ state, 0)
+                total = total + decay**i * (log_p.exp() * (log_p - log_q)).sum()
+    return total / denominator
