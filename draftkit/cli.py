@@ -255,7 +255,6 @@ def train_drafter(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the corpus.")] = None,
     init: Annotated[str | None, typer.Option(help="Drafter directory to warm-start from.")] = None,
-    max_minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes.")] = None,
     out: Out = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -272,7 +271,6 @@ def train_drafter(
         "train.lr": lr,
         "train.epochs": epochs,
         "drafter.init": init,
-        "train.max_minutes": max_minutes,
     }
     stage = _stage("train-drafter", recipe, overrides, flags, out)
     corpus = corpus or default_dir("prepare", stage.recipe)

@@ -133,7 +133,8 @@ class Engine:
         room = self.max_model_len - len(prompt) - ((self.spec.k + 1) if self.spec else 0)
         if room < 1:
             raise UserError(
-                f"a prompt of {len(prompt)} tokens leaves no room for an answer in engine.max_model_len={self.max_model_len}.",
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer in "
+                f"engine.max_model_len={self.max_model_len}.",
                 "Raise engine.max_model_len or drop the prompt.",
             )
         return SamplingParams(

@@ -61,20 +61,17 @@ class DrafterSection(Section):
     aux_layers: list[int] | None = None  # verifier layer ids as vLLM counts them; default (2, n//2, n-3)
     draft_vocab_size: int | None = Field(None, gt=0)  # default: chosen from the corpus by vocab_coverage
     vocab_coverage: float = Field(0.999, gt=0, le=1)
-    num_layers: int = Field(1, ge=1)
     intermediate_size: int | None = Field(None, gt=0)
     norm_before_residual: bool = False
 
 
 class TrainSection(Section):
     epochs: float = Field(4.0, gt=0)
-    max_minutes: float | None = Field(None, gt=0)  # the schedule is stretched over steps, not over time
-    tokens_per_batch: int = Field(2048, gt=0)  # slots of one packed batch, before gradient accumulation
-    seq_len: int = Field(512, gt=0)  # slots of one packed row; longer documents are cut, and said so
+    tokens_per_batch: int = Field(2048, gt=0)  # tokens of one batch, prompts included, before gradient accumulation
+    seq_len: int = Field(4096, gt=0)  # tokens of one document; longer ones are cut, and said so
     grad_accum: int = Field(1, gt=0)
     ttt_steps: int = Field(3, ge=1)
     ttt_decay: float = Field(0.8, gt=0, le=1)
-    loss: Literal["kl", "ce", "tv", "lk_hybrid"] = "kl"
     lr: float = Field(1e-3, gt=0)
     lr_min_ratio: float = Field(0.05, ge=0, le=1)
     warmup_ratio: float = Field(0.03, ge=0, lt=1)

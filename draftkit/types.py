@@ -53,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """How an engine speculates. `model` is a drafter directory (None for `ngram`); `k` the most tokens drafted a round."""
+    """How an engine speculates. model: a drafter directory, None for `ngram`; k: the most tokens drafted a round."""
 
     method: str
     model: str | None

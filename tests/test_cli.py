@@ -64,7 +64,7 @@ def test_named_flags_reach_their_recipe_keys(invoke) -> None:
         "--model": "model.path", "--data": "data.recipe", "--n": "sampling.n", "--temperature": "sampling.temperature",
         "--max-tokens": "sampling.max_tokens", "--limit": "data.limit", "--ttt-steps": "train.ttt_steps",
         "--lr": "train.lr", "--epochs": "train.epochs", "--init": "drafter.init",
-        "--max-minutes": "train.max_minutes", "--repeats": "eval.repeats",
+        "--repeats": "eval.repeats",
     }  # fmt: skip
     for verb, given in flags.items():
         words = [str(word) for pair in given.items() for word in pair]

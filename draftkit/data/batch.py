@@ -52,7 +52,7 @@ def check_supervised(documents: Sequence[Document], where: str) -> None:
     if not any(slot_runs(d.mask) for d in documents):
         raise UserError(
             f"{where}: no document has two supervised tokens in a row, so there is nothing to train on.",
-            "Check that the corpus holds responses (sampling.max_tokens) and that train.seq_len is longer than the prompts.",
+            "Check that the corpus holds responses (sampling.max_tokens) and that train.seq_len exceeds the prompts.",
         )
 
 

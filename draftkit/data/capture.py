@@ -40,21 +40,37 @@ class Verifier:
     """
 
     def __init__(
-        self, path: Path, aux_layers: Sequence[int], temperature: float, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+        self,
+        path: Path,
+        aux_layers: Sequence[int],
+        temperature: float,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
     ) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
-        self.aux_layers, self.temperature, self.device = tuple(aux_layers), temperature or 1.0, device
-        self.embed_VH = self.model.get_input_embeddings().weight
-        self.head_VH = self.model.get_output_embeddings().weight
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
+        self._use(model, aux_layers, temperature, device)
+
+    def _use(self, model: torch.nn.Module, aux_layers: Sequence[int], temperature: float, device: str) -> None:
+        self.model, self.device = model, device
+        self.aux_layers, self.temperature = tuple(aux_layers), temperature or 1.0
+        self.embed_VH = model.get_input_embeddings().weight
+        self.head_VH = model.get_output_embeddings().weight
         self._taps: dict[int, torch.Tensor] = {}
-        blocks = self.model.model.layers
+        blocks = model.model.layers
         for layer in self.aux_layers:
             if not 0 <= layer <= len(blocks):
                 raise UserError(f"drafter.aux_layers: the verifier has layers 0 to {len(blocks)}, not {layer}.")
-            if layer == 0:
-                self.model.get_input_embeddings().register_forward_hook(self._tap(0))
-            else:
-                blocks[layer - 1].register_forward_hook(self._tap(layer))
+            tapped = blocks[layer - 1] if layer else model.get_input_embeddings()
+            tapped.register_forward_hook(self._tap(layer))
+
+    @classmethod
+    def shifted(cls, verifier: Verifier, shift: int) -> Verifier:
+        """The same model tapped `shift` layers later (within its depth): what an off-by-one in the ids would see."""
+        deepest = len(verifier.model.model.layers)
+        other = cls.__new__(cls)
+        layers = [min(max(layer + shift, 0), deepest) for layer in verifier.aux_layers]
+        other._use(verifier.model, layers, verifier.temperature, verifier.device)
+        return other
 
     def _tap(self, layer: int) -> Callable:
         def hook(_module, _inputs, output):

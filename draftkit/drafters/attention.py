@@ -72,7 +72,11 @@ class _TTTAttention(torch.autograd.Function):
                     parts = _backward(
                         grad[row:end], q[row:end], k[low:high], v[low:high], out[row:end], lse[row:end], causal, scale
                     )
-                    for total, slot, part in ((dq, (row, end), parts[0]), (dk, (low, high), parts[1]), (dv, (low, high), parts[2])):
+                    for total, slot, part in (
+                        (dq, (row, end), parts[0]),
+                        (dk, (low, high), parts[1]),
+                        (dv, (low, high), parts[2]),
+                    ):
                         total[slot[0] : slot[1]] += part
         d_own_k, d_own_v = [], []
         if ctx.num_own:

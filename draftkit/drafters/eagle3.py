@@ -124,8 +124,12 @@ class Eagle3(nn.Module):
     def draft_to_target_D(self) -> torch.Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def forward(self, batch: DraftBatch) -> list[torch.Tensor]:
-        """Normed states [R, H] of every TTT step of the batch (L = len(valid_LR)); `lm_head` makes them logits."""
+    def forward(self, batch: DraftBatch, own_tokens: bool = False) -> list[torch.Tensor]:
+        """Normed states [R, H] of every TTT step of the batch (L = len(valid_LR)); `lm_head` makes them logits.
+
+        own_tokens: feed the drafter's own greedy proposals at steps i >= 1, as a serving engine does, instead of the
+        document's tokens.
+        """
         c, dtype = self.config, batch.aux_NF.dtype
         num_steps = len(batch.valid_LR)
         num_tokens = len(batch.tokens_N)
@@ -143,7 +147,10 @@ class Eagle3(nn.Module):
         for i in range(num_steps):
             rope = self._rope(batch.pos_N[slots] + i)
             if i > 0:
-                tokens = batch.tokens_N[(slots + 1 + i).clamp_(max=num_tokens - 1)]
+                if own_tokens:
+                    tokens = self.propose(states[-1])
+                else:
+                    tokens = batch.tokens_N[(slots + 1 + i).clamp_(max=num_tokens - 1)]
                 inputs = self._inputs(tokens, hidden)
                 k, v = self._keys(inputs, rope)
                 own_k.append(k)
@@ -161,6 +168,10 @@ class Eagle3(nn.Module):
             hidden = hidden + F.linear(gate, mlp.down_proj.weight.to(dtype))
             states.append(self.norm(hidden))
         return states
+
+    def propose(self, state_RH: torch.Tensor) -> torch.Tensor:
+        """Greedy proposals [R] as verifier token ids."""
+        return self.draft_to_target_D[F.linear(state_RH, self.lm_head.weight.to(state_RH.dtype)).argmax(-1)]
 
     def _inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """cat([norm(embedding), norm(hidden)]): the embedding comes first."""

@@ -123,4 +123,12 @@ class _FusedKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         grad_head, grads = ctx.grads
-        return None, None, None, None, None, (grad_head * grad).to(ctx.head_dtype), *[g * grad.to(g.dtype) for g in grads]
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            (grad_head * grad).to(ctx.head_dtype),
+            *[g * grad.to(g.dtype) for g in grads],
+        )

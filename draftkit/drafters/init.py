@@ -1,0 +1,100 @@
+"""Where an EAGLE-3 drafter starts: from the verifier, or from an existing drafter directory.
+
+From the verifier: `fc` passes the highest auxiliary state through, the layer is the verifier's last one (its
+projections act on the hidden half, the embedding half starts small), norm and head are the verifier's own. A random
+head over a random layer begins far above the uniform loss ln D; this start is an early exit of the verifier that has
+only to learn what the next token's embedding changes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from draftkit.drafters.eagle3 import Eagle3, Eagle3Config
+from draftkit.errors import UserError
+
+EMBED_STD = 0.02
+
+
+@torch.no_grad()
+def from_verifier(drafter: Eagle3, verifier: torch.nn.Module, seed: int) -> None:
+    """Fill the drafter's parameters from a transformers Llama/Qwen-type verifier (`model.layers`, `lm_head`).
+
+    Parts whose shapes differ (another hidden or MLP size) keep a normal(0, 0.02) start.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, EMBED_STD, generator=generator)
+    c, block = drafter.config, verifier.model.layers[-1]
+    hidden = c.hidden_size
+    head = verifier.get_output_embeddings().weight[drafter.draft_to_target_D]
+    if head.shape == drafter.lm_head.weight.shape:
+        drafter.lm_head.weight.copy_(head)
+        drafter.norm.weight.copy_(verifier.model.norm.weight)
+    if hidden == c.target_hidden_size:
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+        drafter.midlayer.hidden_norm.weight.copy_(block.input_layernorm.weight)
+        drafter.midlayer.post_attention_layernorm.weight.copy_(block.post_attention_layernorm.weight)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        ours, theirs = getattr(drafter.midlayer.self_attn, name).weight, getattr(block.self_attn, name).weight
+        if ours[:, hidden:].shape == theirs.shape:
+            ours[:, hidden:].copy_(theirs)
+    for ours, theirs in (
+        (drafter.midlayer.self_attn.o_proj, block.self_attn.o_proj),
+        *((getattr(drafter.midlayer.mlp, n), getattr(block.mlp, n)) for n in ("gate_proj", "up_proj", "down_proj")),
+    ):
+        if ours.weight.shape == theirs.weight.shape:
+            ours.weight.copy_(theirs.weight)
+
+
+def config_of(directory: Path) -> Eagle3Config:
+    """The configuration of a drafter directory in the plain layout. Raises UserError when it is not one."""
+    file = directory / "config.json"
+    if not file.exists():
+        raise UserError(
+            f"{directory} holds no config.json, so it is no drafter.", "Give a directory that train-drafter wrote."
+        )
+    raw = json.loads(file.read_text())
+    if not any("Eagle3" in a for a in raw.get("architectures", [])):
+        raise UserError(f"{file}: architectures is {raw.get('architectures')}, not an EAGLE-3 drafter.")
+    return Eagle3Config(
+        hidden_size=raw["hidden_size"],
+        target_hidden_size=raw.get("target_hidden_size", raw["hidden_size"]),
+        intermediate_size=raw["intermediate_size"],
+        num_attention_heads=raw["num_attention_heads"],
+        num_key_value_heads=raw["num_key_value_heads"],
+        head_dim=raw["head_dim"],
+        vocab_size=raw["vocab_size"],
+        draft_vocab_size=raw["draft_vocab_size"],
+        aux_layers=tuple(raw["eagle_aux_hidden_state_layer_ids"]),
+        rms_norm_eps=raw["rms_norm_eps"],
+        rope_parameters=raw["rope_parameters"],
+        max_position_embeddings=raw["max_position_embeddings"],
+        norm_before_residual=raw.get("norm_before_residual", False),
+    )
+
+
+def from_drafter(directory: Path, embed_VH: torch.Tensor) -> Eagle3:
+    """An existing drafter, with its own draft vocabulary: recomputing that would scramble its head silently."""
+    config = config_of(directory)
+    tensors = {
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if name not in ("t2d", "embed_tokens.weight")
+    }
+    offsets = tensors.pop("d2t")
+    drafter = Eagle3(config, embed_VH, offsets + torch.arange(len(offsets)))
+    missing, unexpected = drafter.load_state_dict({k: v.float() for k, v in tensors.items()}, strict=False)
+    missing = [name for name in missing if name != "d2t"]
+    if missing or unexpected:
+        raise UserError(
+            f"{directory}: missing tensors {missing}, unexpected tensors {unexpected}.",
+            "It is not a plain EAGLE-3 drafter.",
+        )
+    return drafter

@@ -1,0 +1,50 @@
+"""Checkpoints: `checkpoints/step-000100/`, written aside and renamed, so a directory that exists is whole.
+
+Position in the data and the learning rate follow from the step (`plan_epoch`, `lr_at`) and training draws no random
+numbers after the start, so weights, optimizer state and the step are all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+PREFIX = "step-"
+
+
+def save(directory: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
+    """Write the state after `step`, then drop all but the newest `keep` checkpoints."""
+    directory.mkdir(parents=True, exist_ok=True)
+    final = directory / f"{PREFIX}{step:06d}"
+    aside = directory / f".{final.name}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors")
+    torch.save(optimizer.state_dict(), aside / "optimizer.pt")
+    for file in aside.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)
+    for old in found(directory)[:-keep]:
+        shutil.rmtree(old)
+
+
+def found(directory: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(directory.glob(f"{PREFIX}*")) if directory.exists() else []
+
+
+def load_newest(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore the newest checkpoint; its step, or 0 when there is none."""
+    checkpoints = found(directory)
+    if not checkpoints:
+        return 0
+    model.load_state_dict(load_file(checkpoints[-1] / "model.safetensors"))
+    optimizer.load_state_dict(torch.load(checkpoints[-1] / "optimizer.pt", weights_only=True))
+    return int(checkpoints[-1].name.removeprefix(PREFIX))
