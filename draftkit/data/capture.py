@@ -30,7 +30,7 @@ from draftkit.types import Document, DraftBatch
 
 SCHEMA = "draftkit.states/1"
 CHUNK_TOKENS = 4096  # padded tokens of one verifier forward
-LOGIT_ROWS = 256  # rows of full-vocabulary logits held at once
+LOGIT_ROWS = 64  # rows of full-vocabulary logits held at once: few enough to stay near the cache
 
 
 class Verifier:
@@ -92,16 +92,18 @@ class Verifier:
         for row, document in enumerate(documents):
             length = len(document.tokens)
             hidden = last[row, :length].contiguous()
-            result.append({"aux": aux[row, :length].contiguous(), "last": hidden, **self._teacher(hidden)})
+            mask = torch.tensor(document.mask, device=hidden.device)
+            result.append({"aux": aux[row, :length].contiguous(), "last": hidden, **self._teacher(hidden, mask)})
         return result
 
-    def _teacher(self, hidden_TH: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = []
-        for rows in hidden_TH.split(LOGIT_ROWS):
-            logits = (rows @ self.head_VH.T).float() / self.temperature
-            top = logits.max(-1)
-            parts.append((logits.logsumexp(-1), top.values, top.indices))
-        lse, maximum, index = (torch.cat(column) for column in zip(*parts, strict=True))
+    def _teacher(self, hidden_TH: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+        """lse, max, top at the supervised tokens, where slots have their labels; zero elsewhere."""
+        lse, maximum = hidden_TH.new_zeros(2, len(hidden_TH), dtype=torch.float32)
+        index = torch.zeros(len(hidden_TH), dtype=torch.int64, device=hidden_TH.device)
+        for rows in mask_T.nonzero().squeeze(1).split(LOGIT_ROWS):
+            logits = (hidden_TH[rows] @ self.head_VH.T).float().div_(self.temperature)
+            maximum[rows], index[rows] = logits.max(-1)
+            lse[rows] = logits.sub_(maximum[rows].unsqueeze(1)).exp_().sum(-1).log() + maximum[rows]
         return {"lse": lse, "max": maximum, "top": index}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,9 @@ def document(rollout: Rollout, seq_len: int) -> Document:
     return Document(tokens[:seq_len], mask[:seq_len])
 
 
-def documents(corpus: Corpus, split: str, seq_len: int) -> list[Document]:
+def documents(corpus: Corpus, split: str, seq_len: int, temperatures: Container[float]) -> list[Document]:
     """Rollouts that have a slot, as documents; how many were cut or too short to train on is said."""
-    rollouts = list(corpus.rollouts(split))
+    rollouts = [r for r in corpus.rollouts(split) if r.temperature in temperatures]
     all_documents = [document(r, seq_len) for r in rollouts]
     check_supervised(all_documents, f"{corpus.path} ({split})")
     useful = [d for d in all_documents if slot_runs(d.mask)]
@@ -212,7 +212,9 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(path, recipe.model.trust_remote_code)
     source = Corpus.open(corpus)
     source.check_verifier(prints)
-    train_docs, held_docs = (documents(source, s, recipe.train.seq_len) for s in ("train", "heldout"))
+    rollout_temperature, seq_len = recipe.sampling.temperature, recipe.train.seq_len
+    train_docs = documents(source, "train", seq_len, {rollout_temperature, 0.0})
+    held_docs = documents(source, "heldout", seq_len, {rollout_temperature})
     verifier = Verifier(path, aux_layers(recipe, facts), recipe.sampling.temperature, device=str(accelerator.device))
 
     # ---- draft vocabulary and drafter ----
@@ -238,18 +240,26 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     # ---- export and parity ----
     results: dict[str, Any] = {"schema": "draftkit.train-drafter/1", "verifier": str(recipe.model.path)} | log
     results["heldout"] = evaluate(drafter, teacher, held_states, recipe)
+    if recipe.sampling.greedy_n and rollout_temperature > 0:
+        greedy_docs = documents(source, "heldout", seq_len, {0.0})
+        greedy_states = verifier_states(recipe, run, "heldout-greedy", verifier, prints, greedy_docs, accelerator)
+        results["heldout_greedy"] = evaluate(drafter, teacher, greedy_states, recipe)
     directory = run.path / "drafter"
     export(drafter, directory, prints, card={"recipe": recipe.model_dump(mode="json"), "heldout": results["heldout"]})
     if recipe.train.parity:
         prompts = [r.prompt_ids for r in source.rollouts("heldout") if r.sample == 0][: recipe.train.parity_prompts]
         results["parity"] = check_parity(recipe, path, directory, drafter, verifier, prompts)
     show(results)
-    run.finish(
-        results,
-        f"held-out acceptance length {results['heldout']['walk_acceptance_length']:.2f} at k = {recipe.train.ttt_steps}, "
-        f"temperature {recipe.sampling.temperature:g}",
-    )
+    run.finish(results, headline(results, recipe))
     return results
+
+
+def headline(results: dict[str, Any], recipe: Recipe) -> str:
+    lengths = {f"{recipe.sampling.temperature:g}": results["heldout"]["walk_acceptance_length"]}
+    if "heldout_greedy" in results:
+        lengths["0"] = results["heldout_greedy"]["walk_acceptance_length"]
+    shown = ", ".join(f"{length:.2f} at temperature {temperature}" for temperature, length in lengths.items())
+    return f"held-out acceptance length at k = {recipe.train.ttt_steps}: {shown}"
 
 
 def verifier_states(
