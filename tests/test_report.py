@@ -13,7 +13,7 @@ def cell(k: int, concurrency: int, speedup: float, verdict: str, temperature: fl
         "k": k, "concurrency": concurrency, "temperature": temperature, "repeats": 3, "tokens_per_s": 30 * speedup,
         "acceptance_length": 1 + 0.5 * k, "acceptance_length_ci": [1 + 0.4 * k, 1 + 0.6 * k],
         "survival": [0.5] * k, "round_cost": (1 + 0.5 * k) / speedup, "break_even": (1 + 0.5 * k) / speedup,
-        "draft_cost": None, "verify_cost": None, "speedup": speedup, "speedup_ci": [speedup - half, speedup + half],
+        "draft_cost": 0.11 * k, "verify_cost": 1.27, "speedup": speedup, "speedup_ci": [speedup - half, speedup + half],
         "verdict": verdict,
     }  # fmt: skip
     return base | fields
@@ -137,8 +137,20 @@ def test_schedule_text_is_ready_for_vllm(results):
 
 
 def test_headline_names_the_fastest_cell_at_the_rollout_temperature(results):
-    assert report.headline(results).startswith("speedup 1.60x (95 % 1.55 to 1.65)")
+    assert report.headline(results).startswith("speedup 1.60x (95 % 1.55-1.65)")
     assert "concurrency 1, T = 1, faster" in report.headline(results)
+
+
+@pytest.mark.parametrize(("width", "full"), [(80, False), (160, True)])
+def test_the_shown_table_fits_the_terminal(results, monkeypatch, capsys, width, full):
+    monkeypatch.setattr(report.console.out, "_width", width)
+    report.show(results)
+    printed = capsys.readouterr().out
+    table = [line for line in printed.splitlines() if line.startswith(("│", "┃"))]
+    assert len(table) == len(results["cells"]) + 2  # a line a cell, a header a temperature: nothing wrapped
+    assert max(map(len, table)) <= width and "…" not in printed
+    assert all(("survival" in line) == full for line in table if "speedup" in line)
+    assert "[[1, 2, 3], [3, 8, 1], [9, 64, 0]]" in printed
 
 
 def test_write_leaves_a_plot_and_a_readme(results, tmp_path):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def run(recipe: Recipe, run: RunDir, *, corpus: Path, drafter: str | None) -> di
     verifier = resolve_model(recipe.model.path, recipe.model.revision)
     facts = model_facts(verifier, recipe.model.trust_remote_code)
     spec = resolve_drafter(drafter, facts, fingerprint(verifier), max(recipe.eval.k))
+    spec = replace(spec, draft_sample_method=recipe.eval.draft_sample_method)
     prompts = heldout_prompts(recipe, corpus, verifier, spec.k)
     plan = plan_row(recipe, verifier, spec, drafter, list(prompts))
     done = finished_points(run, plan)
@@ -158,6 +159,7 @@ def plan_row(recipe: Recipe, verifier: Path, spec: SpecConfig, drafter: str | No
         "drafter": None if spec.method == NGRAM else drafter,
         "drafter_weights": fingerprint(Path(spec.model))["weights"] if spec.model else None,
         "method": spec.method,
+        "draft_sample_method": spec.draft_sample_method,
         "temperature": temperatures(recipe)[0],
         "max_num_seqs": recipe.engine.max_num_seqs,
         "prompts": prompt_ids,
@@ -191,7 +193,7 @@ def results_from_rows(rows: list[Row]) -> dict[str, Any]:
     schedules = {t: schedule(of_t, plan["max_num_seqs"]) for t, of_t in by_temperature.items()}
     return {
         "schema": SCHEMA,
-        **{name: plan[name] for name in ("verifier", "drafter", "method", "temperature", "verifier_fingerprint")},
+        **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature", "verifier_fingerprint")},
         "cells": cells,
         "schedule": schedules[plan["temperature"]],
         "schedules": [{"temperature": t, "ranges": ranges} for t, ranges in schedules.items()],

@@ -11,15 +11,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from draftkit import console
 from draftkit.run import atomic_write
 
 PLOT = "acceptance.png"
-COLUMNS = ("concurrency", "k", "tokens/s", "AL", "AL 95 %", "survival", "round = draft + verify", "speedup",
-           "speedup 95 %", "verdict")  # fmt: skip
+COLUMNS = ("c", "k", "tok/s", "AL", "AL 95 %", "survival", "round", "draft + verify", "speedup", "95 %", "verdict")
+WIDE_ONLY = ("survival", "draft + verify")
+WIDE = 120  # characters of a terminal that shows every column; the run's README always does
 LEGEND = (
-    "AL: tokens a verify round, the bonus token included; its interval is over prompts. Round: time in plain steps, "
-    "which is also the AL at which the cell would break even. Speedup: time per token against k = 0."
+    "c: concurrency, most requests running at once. AL: tokens a verify round, bonus token included; its interval is "
+    "over prompts. Round: its time in plain steps, which is also the AL at which the cell breaks even. Speedup: time "
+    "per token against k = 0."
 )
 
 
@@ -38,13 +42,12 @@ def table_rows(cells: list[dict[str, Any]]) -> list[list[str]]:
 def _table_row(cell: dict[str, Any]) -> list[str]:
     row = [str(cell["concurrency"]), str(cell["k"]), f"{cell['tokens_per_s']:.1f}"]
     if cell["k"] == 0:
-        return [*row, "1", "", "", "1", "1", "", "baseline"]
-    cost = _number(cell["round_cost"])
-    if cell["draft_cost"] is not None:
-        cost += f" = {cell['draft_cost']:.2f} + {cell['verify_cost']:.2f}"
+        return [*row, "1", "", "", "1", "", "1", "", "baseline"]
     survival = " ".join(f"{share:.2f}".removeprefix("0") for share in cell["survival"])
+    parts = "" if cell["draft_cost"] is None else f"{cell['draft_cost']:.2f} + {cell['verify_cost']:.2f}"
     acceptance = [f"{cell['acceptance_length']:.2f}", _interval(cell["acceptance_length_ci"]), survival]
-    return [*row, *acceptance, cost, _number(cell["speedup"]), _interval(cell["speedup_ci"]), cell["verdict"]]
+    cost = [_number(cell["round_cost"]), parts]
+    return [*row, *acceptance, *cost, _number(cell["speedup"]), _interval(cell["speedup_ci"]), cell["verdict"]]
 
 
 def _number(value: float | None) -> str:
@@ -52,14 +55,19 @@ def _number(value: float | None) -> str:
 
 
 def _interval(interval: list[float] | None) -> str:
-    return "unknown" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+    return "unknown" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
 
 
 def show(results: dict[str, Any]) -> None:
+    """On a narrow terminal without the columns that would wrap every cell into letters."""
+    wide = console.out.width >= WIDE
+    shown = [place for place, column in enumerate(COLUMNS) if wide or column not in WIDE_ONLY]
     for temperature in temperatures(results):
-        title = f"{results['method']} on {results['verifier']}, T = {temperature:g}"
-        console.table(title, COLUMNS, table_rows(cells_at(results, temperature)), caption=LEGEND)
-    console.closing(schedule_text(results))
+        title = escape(f"{results['method']} on {results['verifier']}, T = {temperature:g}")
+        rows = [[row[place] for place in shown] for row in table_rows(cells_at(results, temperature))]
+        console.table(title, [COLUMNS[place] for place in shown], rows)
+    more = "" if wide else f" Also in README.md: {', '.join(WIDE_ONLY)}."
+    console.closing(LEGEND + more, escape(schedule_text(results)))
 
 
 def markdown(results: dict[str, Any]) -> str:
