@@ -100,7 +100,7 @@ def _prompts(
     recipe: Recipe, data_recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, root: Path, made_from: dict[str, Any]
 ) -> tuple[Split, dict[str, int]]:
     plan_file = root / PLAN
-    if plan_file.exists():
+    if plan_file.exists() and (root / PROMPTS).exists():
         plan = json.loads(plan_file.read_text())
         before = plan["made_from"]
         changed = [key for key in made_from if json.loads(json.dumps(made_from[key])) != before[key]]

@@ -26,7 +26,7 @@ from draftkit.types import Prompt, Rollout
 SCHEMA = "draftkit.corpus/1"
 MANIFEST, PROMPTS, SHARDS = "manifest.json", "prompts.jsonl", "shards"
 NOTES = "draftkit"
-MEND = "Delete it and run the same `draftkit prepare` with --resume."
+MEND = "Delete it and the run's results.json, then run the same `draftkit prepare` with --resume."
 SplitName = Literal["train", "heldout"]
 FINGERPRINTS = {"weights": "weights", "tokenizer": "tokenizer", "chat_template": "chat template"}
 
@@ -104,7 +104,7 @@ class Corpus:
         try:
             manifest = json.loads(file.read_text())
         except json.JSONDecodeError as error:
-            raise UserError(f"{file} is damaged: {error}.", "Run the same `draftkit prepare` with --resume.") from error
+            raise UserError(f"{file} is damaged: {error}.", MEND) from error
         if manifest.get("schema") != SCHEMA:
             raise UserError(
                 f"{file} has schema {manifest.get('schema')!r}; this version reads {SCHEMA!r}.",
