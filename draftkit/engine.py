@@ -49,6 +49,7 @@ class Engine:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
+            _register_kernels_once()
             cure_sampling()
         self.spec = spec
         self.max_model_len = recipe_engine.max_model_len
@@ -293,7 +294,18 @@ def _expand_reference(
     return expanded.masked_fill(expanded == replace_from, replace_to) if replace_from != replace_to else expanded
 
 
-_KERNELS_REGISTERED: list[bool] = []  # vLLM registers its C++ kernels when a worker starts; a test may run before
+def _register_kernels_once() -> None:
+    """Bind vLLM's C++ kernels now, and never again in this process.
+
+    Every engine start registers them anew by a scan over all loaded modules, which fails once numba (the n-gram
+    drafter) is among them: an engine after an n-gram engine could not be built.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def sampling_fault() -> str | None:
@@ -306,10 +318,8 @@ def sampling_fault() -> str | None:
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
-    current_platform.import_kernels()
-    if not _KERNELS_REGISTERED:
-        current_platform.register_triton_kernel_overrides()
-        _KERNELS_REGISTERED.append(True)
+    if current_platform.is_cpu():
+        _register_kernels_once()
     counts = torch.tensor([2, 5, 6], dtype=torch.int32)
     for dtype in (torch.float32, torch.int32, torch.int64):
         x = torch.tensor([3, 0, 7], dtype=dtype)

@@ -91,6 +91,7 @@ class EvalSection(Section):
     k: list[int] = [0, 1, 2, 3, 5]
     concurrency: list[int] = [1, 4, 16]
     temperatures: list[float] | None = None  # default: the rollout temperature, and greedy
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"  # one-hot drafts, or drafts sampled from q
     prompts: int = Field(16, gt=0)  # held-out prompts a cell (repeated to fill the concurrency)
     max_tokens: int = Field(96, gt=0)
     repeats: int = Field(3, ge=1)

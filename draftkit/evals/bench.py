@@ -193,7 +193,8 @@ def results_from_rows(rows: list[Row]) -> dict[str, Any]:
     schedules = {t: schedule(of_t, plan["max_num_seqs"]) for t, of_t in by_temperature.items()}
     return {
         "schema": SCHEMA,
-        **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature", "verifier_fingerprint")},
+        **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature")},
+        "verifier_fingerprint": plan["verifier_fingerprint"],
         "cells": cells,
         "schedule": schedules[plan["temperature"]],
         "schedules": [{"temperature": t, "ranges": ranges} for t, ranges in schedules.items()],

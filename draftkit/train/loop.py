@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 
-from draftkit.console import progress, say, table
+from draftkit.console import progress, say, say_once, table
 from draftkit.data.batch import check_supervised, plan_epoch, slot_runs
 from draftkit.data.capture import CachedStates, States, StreamedStates, Verifier, collate
 from draftkit.data.shards import Corpus
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from draftkit.drafters.export import export
-from draftkit.drafters.init import config_of, from_drafter, from_verifier
+from draftkit.drafters.init import config_of, from_drafter, from_verifier, verifier_of
 from draftkit.drafters.losses import Teacher, drafter_loss
 from draftkit.drafters.vocab import choose_vocab, coverage_of
 from draftkit.errors import Interrupted, RunFailed, UserError
@@ -75,14 +75,31 @@ def aux_layers(recipe: Recipe, facts: ModelFacts) -> tuple[int, ...]:
     return tuple(sorted(recipe.drafter.aux_layers or default_aux_layers(facts.num_layers)))
 
 
+def check_init(directory: Path, facts: ModelFacts, prints: dict[str, str]) -> None:
+    """Refuse a warm start from a drafter whose sizes or tokens are not this verifier's. Other weights are what a warm
+    start is for, when the policy has moved on, so they are only said."""
+    config, how = config_of(directory), "Use a drafter of this verifier, or leave drafter.init out."
+    theirs, ours = (config.target_hidden_size, config.vocab_size), (facts.hidden_size, facts.vocab_size)
+    if theirs != ours:
+        raise UserError(
+            f"drafter.init: {directory} was made for another verifier: hidden size and vocabulary are {theirs}, "
+            f"this one's are {ours}.",
+            how,
+        )
+    made_for = verifier_of(directory)
+    if made_for is None:
+        say_once(f"drafter.init: {directory} does not say which verifier it was made for; only sizes were compared.")
+    elif made_for["tokenizer"] != prints["tokenizer"]:
+        raise UserError(f"drafter.init: {directory} was made for a verifier with another tokenizer.", how)
+    elif made_for["weights"] != prints["weights"]:
+        say_once(f"drafter.init: {directory} was made for other weights of this verifier.")
+
+
 def build_drafter(
     recipe: Recipe, facts: ModelFacts, verifier: Verifier, counts: Counter[int], special: list[int]
 ) -> Eagle3:
     if recipe.drafter.init is not None:
-        drafter = from_drafter(Path(recipe.drafter.init), verifier.embed_VH)
-        if drafter.config.target_hidden_size != facts.hidden_size or drafter.config.vocab_size != facts.vocab_size:
-            raise UserError(f"drafter.init: {recipe.drafter.init} was made for another verifier (sizes differ).")
-        return drafter
+        return from_drafter(Path(recipe.drafter.init), verifier.embed_VH)
     ids = choose_vocab(
         counts, special, facts.vocab_size, recipe.drafter.draft_vocab_size, recipe.drafter.vocab_coverage
     )
@@ -203,7 +220,8 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     Raises UserError for a corpus or drafter of another verifier, RunFailed when the loss diverges or the served
     drafter is not the trained one, Interrupted after a signal (state saved).
     """
-    accelerator = Accelerator()
+    # The buffers are constants: the verifier's embedding would travel at every forward.
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     torch.manual_seed(recipe.train.seed)
 
     # ---- documents and verifier ----
@@ -212,6 +230,8 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(path, recipe.model.trust_remote_code)
     source = Corpus.open(corpus)
     source.check_verifier(prints)
+    if recipe.drafter.init is not None:
+        check_init(Path(recipe.drafter.init), facts, prints)
     rollout_temperature, seq_len = recipe.sampling.temperature, recipe.train.seq_len
     train_docs = documents(source, "train", seq_len, {rollout_temperature, 0.0})
     held_docs = documents(source, "heldout", seq_len, {rollout_temperature})
@@ -230,19 +250,22 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     # ---- verifier states ----
     train_states = verifier_states(recipe, run, "train", verifier, prints, train_docs, accelerator)
     held_states = verifier_states(recipe, run, "heldout", verifier, prints, held_docs, accelerator)
+    greedy_states = None
+    if recipe.sampling.greedy_n and rollout_temperature > 0:
+        greedy_docs = documents(source, "heldout", seq_len, {0.0})
+        greedy_states = verifier_states(recipe, run, "heldout-greedy", verifier, prints, greedy_docs, accelerator)
 
     # ---- steps ----
     teacher = TeacherView(drafter, verifier)
-    log = train(recipe, run, accelerator, drafter, teacher, train_states, held_states)
+    num_steps = train(recipe, run, accelerator, drafter, teacher, train_states, held_states)
     if not accelerator.is_main_process:
         return {}
 
     # ---- export and parity ----
-    results: dict[str, Any] = {"schema": "draftkit.train-drafter/1", "verifier": str(recipe.model.path)} | log
+    results: dict[str, Any] = {"schema": "draftkit.train-drafter/1", "verifier": str(recipe.model.path)}
+    results |= {"steps": num_steps} | throughput(run)
     results["heldout"] = evaluate(drafter, teacher, held_states, recipe)
-    if recipe.sampling.greedy_n and rollout_temperature > 0:
-        greedy_docs = documents(source, "heldout", seq_len, {0.0})
-        greedy_states = verifier_states(recipe, run, "heldout-greedy", verifier, prints, greedy_docs, accelerator)
+    if greedy_states is not None:
         results["heldout_greedy"] = evaluate(drafter, teacher, greedy_states, recipe)
     directory = run.path / "drafter"
     export(drafter, directory, prints, card={"recipe": recipe.model_dump(mode="json"), "heldout": results["heldout"]})
@@ -297,7 +320,8 @@ def train(
     teacher: TeacherView,
     train_states: States,
     held_states: States,
-) -> dict[str, Any]:
+) -> int:
+    """Steps from the newest checkpoint to the last; returns their number."""
     t = recipe.train
     lengths = [len(d.tokens) for d in train_states.documents]
     slots = [sum(last - first for first, last in slot_runs(d.mask)) for d in train_states.documents]
@@ -309,7 +333,6 @@ def train(
         say(f"resumed after step {step} of {len(plan.steps)}")
     run.rewind_metrics(step)
     model = accelerator.prepare_model(drafter) if accelerator.num_processes > 1 else drafter
-    total_slots, busy = 0, 0.0
 
     def save() -> None:
         if accelerator.is_main_process:
@@ -352,17 +375,25 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             seconds = time.perf_counter() - start
-            total_slots, busy = total_slots + denominator, busy + seconds
             row = {"step": step, "tokens": denominator, **summarise(sums), "grad_norm": float(norm), "lr": lr}
             run.metrics(row | {"tokens_per_s": denominator / seconds})
             bar.advance(1, f"loss {row['loss']:.3f} acc {row['cond_acc'][0]:.3f} {denominator / seconds:,.0f} tok/s")
             if step % t.eval_every == 0 and accelerator.is_main_process:
                 run.metrics({"step": step, "heldout": evaluate(drafter, teacher, held_states, recipe)})
-            if stop.requested or step % t.save_every == 0 or step == len(plan.steps):
+            # A signal may reach one process only, or each at another step: they stop together.
+            stopped = bool(accelerator.reduce(torch.tensor(float(stop.requested), device=accelerator.device)))
+            if stopped or step % t.save_every == 0 or step == len(plan.steps):
                 save()
-            if stop.requested and step < len(plan.steps):
-                raise Interrupted
-    return {"steps": step, "tokens": total_slots, "tokens_per_s": total_slots / busy if busy else None}
+            if stopped and step < len(plan.steps):
+                raise Interrupted(f"step {step} of {len(plan.steps)} is saved")
+    return step
+
+
+def throughput(run: RunDir) -> dict[str, Any]:
+    """Over all steps of the run, those before a resume included."""
+    steps = [row for row in run.read_metrics() if "lr" in row]
+    tokens, seconds = sum(row["tokens"] for row in steps), sum(row["tokens"] / row["tokens_per_s"] for row in steps)
+    return {"tokens": tokens, "tokens_per_s": tokens / seconds}
 
 
 def show(results: dict[str, Any]) -> None:
@@ -384,6 +415,6 @@ def show(results: dict[str, Any]) -> None:
         ],
     )
     say(
-        f"vocabulary ceiling {held['vocab_ceiling']:.3f}, verifier's own E[max p] {held['verifier_max_p']:.3f}: "
+        f"vocabulary ceiling {held['vocab_ceiling']:.3f}, verifier's own E(max p) {held['verifier_max_p']:.3f}: "
         "no greedy draft is accepted more often than the latter at this temperature"
     )
