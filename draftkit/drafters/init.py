@@ -80,6 +80,12 @@ def config_of(directory: Path) -> Eagle3Config:
     )
 
 
+def verifier_of(directory: Path) -> dict[str, str] | None:
+    """Fingerprint of the verifier that the drafter was made for; None for a drafter that draftkit did not write."""
+    file = directory / "draftkit.json"
+    return json.loads(file.read_text())["verifier"] if file.exists() else None
+
+
 def from_drafter(directory: Path, embed_VH: torch.Tensor) -> Eagle3:
     """An existing drafter, with its own draft vocabulary: recomputing that would scramble its head silently."""
     config = config_of(directory)

@@ -19,9 +19,10 @@ PREFIX = "step-"
 def save(directory: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
     """Write the state after `step`, then drop all but the newest `keep` checkpoints."""
     directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob(".*"):  # kill -9 in the middle of a save or of a removal
+        shutil.rmtree(leftover)
     final = directory / f"{PREFIX}{step:06d}"
-    aside = directory / f".{final.name}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = directory / f".{final.name}.new"
     aside.mkdir()
     save_file({name: t.contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors")
     torch.save(optimizer.state_dict(), aside / "optimizer.pt")
@@ -29,10 +30,17 @@ def save(directory: Path, step: int, model: torch.nn.Module, optimizer: torch.op
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     aside.rename(final)
     for old in found(directory)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Out of sight first: half a checkpoint must not pass for a whole one."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.old")
+    checkpoint.rename(aside)
+    shutil.rmtree(aside)
 
 
 def found(directory: Path) -> list[Path]:
