@@ -101,8 +101,18 @@ def mlp(w: Weights, x: torch.Tensor) -> torch.Tensor:
     return w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["midlayer.mlp.up_proj.weight"] @ x))
 
 
-def draft_states(w: Weights, s: Shape, embed_VH: torch.Tensor, doc: Doc, num_steps: int) -> dict:
-    """{(p, i): normed state} of every slot p, trained at step i or not, as far as the document has tokens to read."""
+def draft_states(
+    w: Weights,
+    s: Shape,
+    embed_VH: torch.Tensor,
+    doc: Doc,
+    num_steps: int,
+    draft_to_target: Sequence[int] | None = None,
+) -> dict:
+    """{(p, i): normed state} of every slot p, trained at step i or not, as far as the document has tokens to read.
+
+    draft_to_target: given, the drafter reads its own greedy proposals at steps i >= 1, as when it serves.
+    """
     fused = [w["fc.weight"] @ g for g in doc.aux]
     step_0 = []  # keys and values of every token that has a following token
     for t in range(len(doc.tokens) - 1):
@@ -113,7 +123,10 @@ def draft_states(w: Weights, s: Shape, embed_VH: torch.Tensor, doc: Doc, num_ste
         for i in range(num_steps):
             if p + 1 + i >= len(doc.tokens):
                 break
-            x = layer_input(w, s, embed_VH[doc.tokens[p + 1 + i]], hidden)
+            token = doc.tokens[p + 1 + i]
+            if i > 0 and draft_to_target is not None:
+                token = draft_to_target[int((w["lm_head.weight"] @ states[p, i - 1]).argmax())]
+            x = layer_input(w, s, embed_VH[token], hidden)
             if i > 0:
                 own.append(key_value(w, s, x, p + i))
             residual = rms_norm(hidden, w["midlayer.hidden_norm.weight"], s.eps) if s.norm_before_residual else hidden

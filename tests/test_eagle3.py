@@ -128,11 +128,9 @@ def _assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def _reference(drafter: Eagle3, docs: Sequence[reference.Doc], head_VH: torch.Tensor, num_steps: int):
-    """(states {(document, p, i)}, loss, gradients, shared denominator) of the plain loops."""
+def _shape(drafter: Eagle3) -> reference.Shape:
     config = drafter.config
-    weights = {name: p.detach().clone().requires_grad_() for name, p in drafter.named_parameters()}
-    shape = reference.Shape(
+    return reference.Shape(
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
@@ -140,6 +138,12 @@ def _reference(drafter: Eagle3, docs: Sequence[reference.Doc], head_VH: torch.Te
         config.rope_parameters["rope_theta"],
         config.norm_before_residual,
     )
+
+
+def _reference(drafter: Eagle3, docs: Sequence[reference.Doc], head_VH: torch.Tensor, num_steps: int):
+    """(states {(document, p, i)}, loss, gradients, shared denominator) of the plain loops."""
+    weights = {name: p.detach().clone().requires_grad_() for name, p in drafter.named_parameters()}
+    shape = _shape(drafter)
     embed_VH, draft_to_target = drafter.embed_VH, drafter.draft_to_target_D.tolist()
     denominator = reference.num_trained(docs, 0)
     with torch.no_grad():
@@ -194,6 +198,28 @@ def test_own_rope_turns_as_the_plain_loops_do(docs, head_VH):
         torch.testing.assert_close(gradient, want_gradients[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_drafting_on_its_own_tokens_equals_the_plain_loops(docs, head_VH, norm_before_residual):
+    drafter, num_steps = _drafter(norm_before_residual), 4
+    weights = {name: p.detach() for name, p in drafter.named_parameters()}
+    with torch.no_grad():
+        states = drafter(_batch(docs, head_VH, num_steps), own_tokens=True)
+        forced = drafter(_batch(docs, head_VH, num_steps))
+    row, differs = 0, False
+    chosen = drafter.draft_to_target_D.tolist()
+    for doc in docs:
+        want = reference.draft_states(weights, _shape(drafter), drafter.embed_VH, doc, num_steps, chosen)
+        for p in reference.slots(doc):
+            for i in range(num_steps):
+                if (p, i) in want:
+                    torch.testing.assert_close(states[i][row], want[p, i], rtol=1e-9, atol=1e-11)
+                    proposal = chosen[int((drafter.lm_head.weight @ want[p, i]).argmax())]
+                    assert int(drafter.propose(states[i])[row]) == proposal
+            differs |= not states[1][row].equal(forced[1][row])
+            row += 1
+    assert row == len(states[0]) and differs
+
+
 def test_metrics_equal_their_definitions(docs, head_VH):
     """Per step: agreement with the full argmax, p(argmax q), sum min(p, q) and p(draft vocabulary), p over all of V."""
     drafter, num_steps = _drafter(), 3
@@ -246,9 +272,9 @@ def test_a_document_does_not_see_its_neighbours(docs, head_VH):
         _, metrics, states = _loss(drafter, _batch(members, head_VH, 4), head_VH, 1.0)
         low = sum(len(reference.slots(m)) for m in members[: members.index(wanted)])
         rows = slice(low, low + len(reference.slots(wanted)))
-        valid = torch.stack([torch.tensor([reference.is_trained(wanted, p, i) for p in reference.slots(wanted)]) for i in range(4)])
+        valid = torch.tensor([[reference.is_trained(wanted, p, i) for p in reference.slots(wanted)] for i in range(4)])
         kept = torch.stack([state[rows] for state in states]) * valid.unsqueeze(-1)
-        return torch.cat([kept.flatten(), metrics["accept_LR"][:, rows].flatten(), metrics["proposal_LR"][:, rows].flatten()])
+        return torch.cat([x.flatten() for x in (kept, metrics["accept_LR"][:, rows], metrics["proposal_LR"][:, rows])])
 
     for wanted in (first, third):
         packed = rows_of([first, second, third], wanted)

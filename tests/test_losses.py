@@ -1,0 +1,162 @@
+"""The fused loss against a naive one made of full tables of logits and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from draftkit.drafters import losses
+from draftkit.drafters.losses import Teacher, drafter_loss
+
+ROWS, STEPS, HIDDEN, VOCAB, DECAY = 23, 3, 6, 40, 0.8
+CHOSEN = torch.tensor([0, 3, 4, 7, 11, 12, 20, 21, 22, 31, 39])  # the draft vocabulary
+RUNS = (9, 1, 2, 11)  # slots come in runs; a run's last i slots have no label at step i
+
+
+@pytest.fixture(params=[4, 128])
+def chunk(request, monkeypatch) -> int:
+    monkeypatch.setattr(losses, "CHUNK", request.param)
+    return request.param
+
+
+def _valid() -> torch.Tensor:
+    left = torch.cat([torch.arange(n, 0, -1) for n in RUNS])
+    return left.unsqueeze(0) > torch.arange(STEPS).unsqueeze(1)
+
+
+class _Case:
+    """Random verifier and drafter states. Only `target`, the verifier's full head, knows the whole vocabulary."""
+
+    def __init__(self, temperature: float = 1.0, dtype: torch.dtype = torch.float64) -> None:
+        made = torch.Generator().manual_seed(3)
+        normal = lambda *shape: torch.randn(*shape, generator=made, dtype=torch.float64).to(dtype)  # noqa: E731
+        self.temperature, self.hidden, self.target = temperature, normal(ROWS, HIDDEN), normal(VOCAB, HIDDEN)
+        self.states = [normal(ROWS, HIDDEN).requires_grad_() for _ in range(STEPS)]
+        self.head = normal(len(CHOSEN), HIDDEN).requires_grad_()
+        self.log_p = (self.hidden.double() @ self.target.double().T / temperature).log_softmax(-1)
+        logits = self.hidden.double() @ self.target.double().T / temperature
+        draft_id = torch.full((VOCAB,), -1)
+        draft_id[CHOSEN] = torch.arange(len(CHOSEN))
+        self.teacher = Teacher(
+            hidden_RH=self.hidden,
+            lse_R=logits.logsumexp(-1),
+            top_R=draft_id[logits.argmax(-1)],
+            head_DH=self.target[CHOSEN],
+            temperature=temperature,
+        )
+
+    def fused(self, **kwargs):
+        return drafter_loss(self.states, self.head, self.teacher, _valid(), DECAY, 17.0, **kwargs)
+
+    def naive(self):
+        """(loss, sums): everything from the definitions, rows one step at a time."""
+        names = ("kl", "correct", "greedy", "sampled", "ceiling", "count")
+        sums = {name: torch.zeros(STEPS, dtype=torch.float64) for name in names}
+        accept, proposal = torch.zeros(STEPS, ROWS), torch.zeros(STEPS, ROWS, dtype=torch.int64)
+        loss = torch.zeros((), dtype=torch.float64)
+        for i, valid in enumerate(_valid()):
+            for r in valid.nonzero().flatten().tolist():
+                full = self.log_p[r + i].exp()
+                q = (self.head.double() @ self.states[i][r].double()).log_softmax(-1)
+                renormalised = self.log_p[r + i][CHOSEN].log_softmax(-1)
+                kl = F.kl_div(q, renormalised, reduction="sum", log_target=True)
+                loss = loss + DECAY**i * kl / 17.0
+                best = q.argmax()
+                accept[i, r], proposal[i, r] = full[CHOSEN[best]], best
+                values = (
+                    kl.detach(),
+                    CHOSEN[best] == full.argmax(),
+                    full[CHOSEN[best]],
+                    torch.minimum(full[CHOSEN], q.detach().exp()).sum(),
+                    full[CHOSEN].sum(),
+                    1,
+                )
+                for name, value in zip(names, values, strict=True):
+                    sums[name][i] += value
+        return loss, sums | {"accept_LR": accept, "proposal_LR": proposal}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_loss_gradient_and_metrics_equal_the_naive_ones(chunk, temperature):
+    case = _Case(temperature)
+    loss, metrics = case.fused(with_sampled=True)
+    want_loss, want = case.naive()
+    torch.testing.assert_close(loss, want_loss, rtol=1e-12, atol=0)
+    for name, value in want.items():
+        torch.testing.assert_close(metrics[name], value, rtol=1e-6 if name == "accept_LR" else 1e-11, atol=1e-12)
+    inputs = [case.head, *case.states]
+    for got, expected in zip(
+        torch.autograd.grad(loss * 3, inputs), torch.autograd.grad(want_loss * 3, inputs), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-14)
+
+
+def test_gradcheck(chunk):
+    case = _Case(0.8)
+
+    def scalar(head, *states):
+        return drafter_loss(states, head, case.teacher, _valid(), DECAY, 17.0)[0]
+
+    assert torch.autograd.gradcheck(scalar, (case.head, *case.states), fast_mode=True)
+
+
+def test_bfloat16_states_with_float32_master_head():
+    exact, case = _Case(1.3), _Case(1.3, torch.bfloat16)
+    case.head = exact.head.detach().to(torch.bfloat16).float().requires_grad_()
+    loss, metrics = case.fused(with_sampled=True)
+    want_loss, want = case.naive()  # float64 arithmetic on the same rounded inputs
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), want_loss, rtol=0.01, atol=0)
+    for name in ("kl", "greedy", "sampled", "ceiling"):
+        torch.testing.assert_close(metrics[name].double(), want[name], rtol=0.02, atol=0.01)
+    grads = torch.autograd.grad(loss, [case.head, *case.states])
+    assert [g.dtype for g in grads] == [torch.float32, *[torch.bfloat16] * STEPS]
+    for got, expected in zip(grads, torch.autograd.grad(want_loss, [case.head, *case.states]), strict=True):
+        torch.testing.assert_close(got.double(), expected.double(), rtol=0.05, atol=0.02)
+
+
+def test_a_drafter_that_equals_its_teacher_has_no_loss_and_full_acceptance():
+    """With the verifier's own states and head: KL 0, sampled acceptance = the ceiling, argmax as good as it can be."""
+    case = _Case()
+    shifted = [torch.cat([case.hidden[i:], case.hidden[:i]]) for i in range(STEPS)]  # slot r of step i says label r + i
+    loss, metrics = drafter_loss(shifted, case.target[CHOSEN], case.teacher, _valid(), DECAY, 17.0, with_sampled=True)
+    assert abs(loss.item()) < 1e-12
+    best = case.log_p.exp()[:, CHOSEN].amax(-1)
+    for i, valid in enumerate(_valid()):
+        rows = valid.nonzero().flatten() + i
+        assert metrics["greedy"][i].item() == pytest.approx(best[rows].sum().item())
+        # q is renormalised over the draft vocabulary, so min(p, q) = p there
+        assert metrics["sampled"][i].item() == pytest.approx(metrics["ceiling"][i].item())
+
+
+def test_argmax_outside_the_draft_vocabulary_is_never_correct():
+    case = _Case()
+    outside = case.teacher.top_R < 0
+    assert 0 < outside.sum() < ROWS
+    _, metrics = case.fused()
+    for i, valid in enumerate(_valid()):
+        labels = valid.nonzero().flatten() + i
+        assert metrics["correct"][i] <= (~outside[labels]).sum()
+
+
+def test_logits_of_any_size_stay_finite():
+    case = _Case()
+    case.states = [(s.detach() * 500).requires_grad_() for s in case.states]
+    loss, _ = case.fused()
+    want, _ = case.naive()
+    torch.testing.assert_close(loss, want, rtol=1e-11, atol=0)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss, [case.head, *case.states]))
+
+
+def test_no_gradient_is_computed_for_evaluation(monkeypatch):
+    """Evaluation under no_grad must not pay for the fused gradient: it allocates none."""
+    case, made = _Case(), []
+    zeros_like = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda x, **k: made.append(x.shape) or zeros_like(x, **k))
+    with torch.no_grad():
+        quiet, _ = case.fused(with_sampled=True)
+    assert case.head.shape not in made
+    loud, _ = case.fused(with_sampled=True)
+    assert case.head.shape in made
+    assert quiet == loud.detach() and not quiet.requires_grad
