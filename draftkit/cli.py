@@ -136,7 +136,7 @@ def _go(
         lines = [f"would run {stage.verb} with recipe {stage.recipe_name}", *check(), f"out: {stage.out}"]
         screen.closing(*map(escape, lines))
         return screen.emit_json({"dry_run": lines})
-    run = RunDir.open(stage.out, sources=stage.sources, **options)
+    run = RunDir.open(stage.out, sources=stage.sources, provisional=True, **options)
     try:
         if resume and run.finished:
             screen.say(f"{escape(str(run.path))} is finished already")

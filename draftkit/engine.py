@@ -1,8 +1,9 @@
 """The only room that knows vLLM: build engines, generate, count, change k live, publish weights, mend known faults.
 
 One process holds every engine (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): a plain and a speculative one take turns, so that
-arms of a comparison interleave within seconds. Two faults of vLLM 0.32's CPU build would spoil results silently; both
-are detected by behaviour, not by version, and mended here (`self_tests`, `cure_sampling`, `Engine.load_*`).
+arms of a comparison interleave within seconds. Two faults of vLLM 0.32's CPU build would spoil results silently, a third
+stops every speculative engine that is asked for top-k; all are detected by behaviour, not by version, and mended here
+(`self_tests`, `cure_sampling`, `Engine.load_*`).
 
 Left out: tensor-parallel weight transfer by NCCL / CUDA IPC (no accelerator to run it on; see README).
 """
@@ -67,7 +68,7 @@ class Engine:
             generation_config="vllm",  # the recipe's sampling settings, never defaults of the checkpoint
         )
         if current_platform.is_cpu():
-            # A third fault of 0.32: a seeded request whose prompt is split over two steps rewinds its generator by an
+            # A fourth fault of 0.32: a seeded request whose prompt is split over two steps rewinds its generator by an
             # offset that CPU generators do not have. Prompts are therefore never split.
             settings["enable_chunked_prefill"] = False
             settings["max_num_batched_tokens"] = max(4096, recipe_engine.max_model_len)
@@ -110,10 +111,12 @@ class Engine:
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         assert len(samplings) == len(prompts)
         self._scheduler.max_num_active_reqs = min(max_concurrency or self.max_num_seqs, self.max_num_seqs)
-        for i, (prompt, s) in enumerate(zip(prompts, samplings, strict=True)):
-            self._llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": list(prompt)}, self._params(prompt, s))
+        # All checked before any is queued: a refused prompt must not leave its neighbours to the next call.
+        params = [self._params(prompt, s) for prompt, s in zip(prompts, samplings, strict=True)]
         finished: dict[int, Generation] = {}
         try:
+            for i, prompt in enumerate(prompts):
+                self._llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": list(prompt)}, params[i])
             while self._llm.llm_engine.has_unfinished_requests():
                 before = len(finished)
                 for output in self._llm.llm_engine.step():
@@ -122,7 +125,7 @@ class Engine:
                 if progress is not None and len(finished) > before:
                     progress(len(finished) - before)
         except BaseException:
-            # Ctrl-C in the middle: an engine with leftover requests would mix them into the next call.
+            # Ctrl-C in the middle, or a prompt that vLLM refuses: leftovers would mix into the next call.
             self._llm.llm_engine.abort_request([str(i) for i in range(len(prompts)) if i not in finished])
             raise
         return [finished[i] for i in range(len(prompts))]
@@ -329,16 +332,33 @@ def sampling_fault() -> str | None:
     return None
 
 
-def cure_sampling() -> bool:
-    """Replace the faulty function when the self-test finds the fault; True when something was mended."""
+def top_k_fault() -> str | None:
+    """None when top-k takes a step in which no request has drafts (the first of every call), else the error of it."""
+    import torch
     from vllm.v1.sample import rejection_sampler
 
-    if sampling_fault() is None:
-        return False
-    rejection_sampler.expand_batch_to_tokens = _expand_reference
-    fault = sampling_fault()
-    assert fault is None, fault
-    return True
+    try:
+        rejection_sampler.apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
+    except RuntimeError as error:
+        return f"apply_top_k_top_p fails on no rows ({str(error).splitlines()[0][:90]})"
+    return None
+
+
+def cure_sampling() -> bool:
+    """Replace the faulty functions where a self-test finds a fault; True when something was mended."""
+    from vllm.v1.sample import rejection_sampler
+
+    mended = False
+    if sampling_fault() is not None:
+        rejection_sampler.expand_batch_to_tokens = _expand_reference
+        mended = True
+    if top_k_fault() is not None:
+        original = rejection_sampler.apply_top_k_top_p
+        rejection_sampler.apply_top_k_top_p = lambda logits, k, p: original(logits, k, p) if len(logits) else logits
+        mended = True
+    fault = sampling_fault() or top_k_fault()
+    assert not mended or fault is None, fault
+    return mended
 
 
 def self_tests() -> list[dict[str, Any]]:
@@ -348,15 +368,18 @@ def self_tests() -> list[dict[str, Any]]:
 
     if not current_platform.is_cpu():
         return [{"name": "speculative sampling", "ok": True, "detail": "not the CPU build: fault absent", "cure": ""}]
-    fault = sampling_fault()
-    mended = cure_sampling()
-    sampling = {
-        "name": "speculative sampling at temperature > 0",
-        "ok": sampling_fault() is None,
-        "detail": fault or "expand_batch_to_tokens is right",
-        "cure": "replaced by a torch version when an engine is built" if mended else "",
-    }
-    return [sampling, reload_test()]
+    tests = (
+        ("speculative sampling at temperature > 0", sampling_fault, "expand_batch_to_tokens is right"),
+        ("speculative sampling with top-k", top_k_fault, "apply_top_k_top_p takes a step without drafts"),
+    )
+    faults = [find() for _, find, _ in tests]
+    cure_sampling()
+    checks = []
+    for (name, find, right), fault in zip(tests, faults, strict=True):
+        ok = find() is None
+        cure = "replaced by a torch version when an engine is built" if fault and ok else ""
+        checks.append({"name": name, "ok": ok, "detail": fault or right, "cure": cure})
+    return [*checks, reload_test()]
 
 
 def reload_test() -> dict[str, Any]:

@@ -3,7 +3,9 @@
 Files that a machine reads are written to a temporary name and renamed (`atomic_write`); `config.json` is the last of
 the provenance files and `results.json` the last of the run, so each proves that what stands before it is complete.
 The lock is an flock, which the kernel drops with its holder, so kill -9 never leaves a run locked. Under a launcher of
-several processes only rank 0 writes. Leaves out what a stage keeps inside its run (shards, checkpoints).
+several processes only rank 0 writes. A run is provisional until its stage has accepted its inputs and calls `begin`:
+a command that is refused leaves no trace, and `--overwrite` costs nothing before there is something to replace it with.
+Leaves out what a stage keeps inside its run (shards, checkpoints).
 """
 
 from __future__ import annotations
@@ -131,11 +133,15 @@ def cpu_model() -> str:
 
 @dataclass
 class RunDir:
-    """An open run. Get one with `RunDir.open`; `finished` says that a resumed run has nothing left to do."""
+    """An open run. Get one with `RunDir.open`; `finished` says that a resumed run has nothing left to do, `fresh` that
+    what the directory may hold is not of this run."""
 
     path: Path
     verb: str
     writes: bool = True
+    fresh: bool = True
+    provenance: dict[str, Any] = field(default_factory=dict, repr=False)
+    begun: bool = False
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @classmethod
@@ -149,23 +155,34 @@ class RunDir:
         overwrite: bool = False,
         inputs: dict[str, str | None] | None = None,
         sources: dict[str, str] | None = None,
+        provisional: bool = False,
     ) -> RunDir:
-        """Make, resume or overwrite. `inputs` are the paths a run depends on beside its recipe (corpus, drafter)."""
+        """Make, resume or overwrite. `inputs` are the paths a run depends on beside its recipe (corpus, drafter).
+        provisional: change nothing until `begin`; the directory is only locked."""
         if not is_main():  # rank 0 checks and writes; the others only need to know where
             return cls(path, verb, writes=False)
         refuse(path, verb=verb, recipe=recipe, resume=resume, overwrite=overwrite, inputs=inputs)
         path.mkdir(parents=True, exist_ok=True)
-        run = cls(path, verb, _lock=_take_lock(path))
+        provenance = {"recipe": recipe, "inputs": inputs or {}, "sources": sources or {}}
         fresh = overwrite or not (path / "config.json").exists()
-        if fresh:
-            _clear(path)
-            run._write_provenance(recipe, inputs or {}, sources or {})
-        else:
-            run._drop_torn_line()
-        with (path / "command.txt").open("a", encoding="utf-8") as file:
-            file.write(SECRET.sub("***", shlex.join(["draftkit", *sys.argv[1:]])) + "\n")
-        log_to(path / "log.txt")
+        run = cls(path, verb, fresh=fresh, provenance=provenance, _lock=_take_lock(path))
+        if not provisional:
+            run.begin()
         return run
+
+    def begin(self) -> None:
+        """The inputs are accepted: replace what `--overwrite` named, write the provenance, start the log."""
+        if self.begun or not self.writes:
+            return
+        if self.fresh:
+            _clear(self.path)
+            self._write_provenance(**self.provenance)
+        else:
+            self._drop_torn_line()
+        with (self.path / "command.txt").open("a", encoding="utf-8") as file:
+            file.write(SECRET.sub("***", shlex.join(["draftkit", *sys.argv[1:]])) + "\n")
+        log_to(self.path / "log.txt")
+        self.begun = True
 
     def _write_provenance(self, recipe: Recipe, inputs: dict[str, str | None], sources: dict[str, str]) -> None:
         atomic_write(self.path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
@@ -174,11 +191,15 @@ class RunDir:
         atomic_json(self.path / "config.json", config | {"inputs": inputs, "sources": sources})
 
     def close(self) -> None:
-        """Give the directory back before the process ends."""
-        if self._lock is not None:
-            log_to(None)
-            self._lock.close()
-            self._lock = None
+        """Give the directory back before the process ends; one that was only made for a refused run goes."""
+        if self._lock is None:
+            return
+        log_to(None)
+        if {entry.name for entry in self.path.iterdir()} == {".lock"}:
+            (self.path / ".lock").unlink()
+            self.path.rmdir()
+        self._lock.close()
+        self._lock = None
 
     # metrics.jsonl ------------------------------------------------------------------------------------------
 
@@ -282,6 +303,9 @@ def _take_lock(path: Path) -> IO[str]:
             f"The run directory {path} is in use by another process{f' (pid {holder})' if holder else ''}.",
             "Wait for it, stop it, or use another --out.",
         ) from error
+    if not os.fstat(lock.fileno()).st_nlink:
+        lock.close()
+        raise UserError(f"The run directory {path} was in use until this moment.", "Start the command again.")
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

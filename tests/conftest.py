@@ -1,8 +1,9 @@
-"""Fixtures that several test files share: the demo verifier, and draftkit as a real subprocess."""
+"""Fixtures that several test files share: the demo verifier, a tiny one, its corpus, draftkit as a real subprocess."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from draftkit.models import resolve_model
+from draftkit.data.prompts import Split, to_jsonl
+from draftkit.data.shards import PROMPTS, SHARDS, describe_file, write_manifest, write_shard
+from draftkit.models import fingerprint, resolve_model
+from draftkit.types import Prompt, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +23,82 @@ ROOT = Path(__file__).resolve().parent.parent
 def demo_model() -> Path:
     """The demo verifier in the user's cache, made on first use."""
     return resolve_model("demo")
+
+
+TINY_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+TINY_VOCAB = 300
+
+
+def write_tiny_verifier(path: Path, seed: int = 0, hidden_size: int = 64) -> Path:
+    """A real Llama of four random layers; its tokenizer knows single characters, and token 0 ends an answer."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    characters = [chr(c) for c in range(32, 127)]
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0} | {c: i for i, c in enumerate(characters, 1)}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=TINY_TEMPLATE)
+    fast.save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=TINY_VOCAB,
+        hidden_size=hidden_size,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.1,  # the usual 0.02 makes every next token equally likely: nothing to learn
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def write_tiny_corpus(path: Path, verifier: Path, lengths: dict[str, list[int]]) -> Path:
+    """A finished corpus: per split one prompt for every response length, answered once at temperature 1 and once
+    greedily, by tokens that follow from the one before with one surprise in eight."""
+    rng = random.Random(0)
+    prompts: dict[str, list[Prompt]] = {}
+    entries = []
+    (path / SHARDS).mkdir(parents=True)
+    for split, of_split in lengths.items():
+        rollouts = []
+        prompts[split] = [
+            Prompt(f"{split}-{i}", ({"role": "user", "content": f"{split} {i}"},), "tiny", None, {"verifier": "none"})
+            for i in range(len(of_split))
+        ]
+        for prompt, length in zip(prompts[split], of_split, strict=True):
+            for sample, temperature in enumerate((1.0, 0.0)):
+                tokens = [rng.randrange(1, 96) for _ in range(10)]
+                for _ in range(length):
+                    follows = (7 * tokens[-1] + 3) % 91 + 1
+                    tokens.append(rng.randrange(1, 96) if rng.random() < 0.125 else follows)
+                answer = Rollout(
+                    prompt.id, sample, "tiny", tuple(tokens[:10]), tuple(tokens[10:]), "length", None, temperature
+                )
+                rollouts.append(answer)
+        file = path / SHARDS / f"{split}-00000.parquet"
+        write_shard(file, rollouts)
+        entries.append({**describe_file(path, file), "split": split})
+    (path / PROMPTS).write_text("".join(to_jsonl(Split(prompts["heldout"], prompts["train"]))))
+    made_by = {"path": str(verifier), **fingerprint(verifier)}
+    write_manifest(path, {"verifier": made_by, "prompts": describe_file(path, path / PROMPTS), "shards": entries})
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_verifier(tmp_path_factory.mktemp("tiny") / "verifier")
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_verifier: Path) -> Path:
+    """24 training and 6 held-out prompts. Read-only: a test that spoils it takes a copy."""
+    lengths = {"heldout": [16] * 6, "train": [8 + 3 * (i % 9) for i in range(24)]}
+    return write_tiny_corpus(tmp_path_factory.mktemp("tiny") / "corpus", tiny_verifier, lengths)
 
 
 @pytest.fixture

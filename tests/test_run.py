@@ -108,6 +108,26 @@ def test_overwrite_empties_only_a_run(begun: RunDir, tmp_path: Path) -> None:
     assert (precious / "thesis.tex").exists()
 
 
+def test_a_provisional_run_that_never_begins_leaves_everything_as_it_was(begun: RunDir, path: Path) -> None:
+    begun.metrics({"step": 1})
+    begun.close()
+    before = {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".lock"}
+    for how in ({"overwrite": True}, {"resume": True}):
+        run = reopen(path, provisional=True, **how)
+        assert run.fresh == ("overwrite" in how)
+        with pytest.raises(UserError, match="in use"):
+            reopen(path, provisional=True, **how)
+        run.close()
+        assert {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".lock"} == before
+    run = reopen(path, provisional=True, overwrite=True)
+    run.begin()
+    assert run.read_metrics() == []
+    run.close()
+    new = path.with_name("new")
+    reopen(new, provisional=True).close()
+    assert not new.exists()
+
+
 def test_a_finished_run_says_so(begun: RunDir) -> None:
     begun.finish({"x": 1}, "x is 1")
     begun.close()

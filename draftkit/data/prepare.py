@@ -49,12 +49,18 @@ def run(recipe: Recipe, run_dir: RunDir) -> dict[str, Any]:
         "data_recipe": data_recipe.model_dump(mode="json"),
     }
 
+    # ---- prompts: chosen once, then read back --------------------------------------------------------------------
+    chosen = None if run_dir.fresh else _chosen_before(run_dir.path, made_from)
+    if chosen is None:
+        console.say(f"reading prompts: {data_recipe.name} ({data_recipe.source}, licence {data_recipe.licence})")
+    split, counts = chosen or choose_prompts(recipe, data_recipe, lambda p: len(_render(tokenizer, p, recipe)))
+    run_dir.begin()
     (run_dir.path / SHARDS).mkdir(exist_ok=True)
     for half_written in run_dir.path.rglob(".*.tmp-*"):  # kill -9 in the middle of a write leaves one
         half_written.unlink()
-
-    # ---- prompts: chosen once, then read back --------------------------------------------------------------------
-    split, counts = _prompts(recipe, data_recipe, tokenizer, run_dir.path, made_from)
+    if chosen is None:
+        atomic_write(run_dir.path / PROMPTS, "".join(to_jsonl(split)))
+        atomic_json(run_dir.path / PLAN, {"made_from": made_from, "counts": counts})
     rendered = {p.id: _render(tokenizer, p, recipe) for p in split.heldout + split.train}
     _say_if_cut(rendered, recipe)
 
@@ -96,26 +102,18 @@ def run(recipe: Recipe, run_dir: RunDir) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- prompts
 
 
-def _prompts(
-    recipe: Recipe, data_recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, root: Path, made_from: dict[str, Any]
-) -> tuple[Split, dict[str, int]]:
-    plan_file = root / PLAN
-    if plan_file.exists() and (root / PROMPTS).exists():
-        plan = json.loads(plan_file.read_text())
-        before = plan["made_from"]
-        changed = [key for key in made_from if json.loads(json.dumps(made_from[key])) != before[key]]
-        if changed:
-            raise UserError(
-                f"{root} was begun with another {' and '.join(changed)}.",
-                "Resume with what it was begun with, use --overwrite, or another --out.",
-            )
-        return from_jsonl((root / PROMPTS).read_text()), plan["counts"]
-
-    console.say(f"reading prompts: {data_recipe.name} ({data_recipe.source}, licence {data_recipe.licence})")
-    split, counts = choose_prompts(recipe, data_recipe, lambda p: len(_render(tokenizer, p, recipe)))
-    atomic_write(root / PROMPTS, "".join(to_jsonl(split)))
-    atomic_json(plan_file, {"made_from": made_from, "counts": counts})
-    return split, counts
+def _chosen_before(root: Path, made_from: dict[str, Any]) -> tuple[Split, dict[str, int]] | None:
+    """The prompts that this run chose when it began; None when it was killed before it had."""
+    if not (root / PLAN).exists() or not (root / PROMPTS).exists():
+        return None
+    plan = json.loads((root / PLAN).read_text())
+    changed = [key for key in made_from if json.loads(json.dumps(made_from[key])) != plan["made_from"][key]]
+    if changed:
+        raise UserError(
+            f"{root} was begun with another {' and '.join(changed)}.",
+            "Resume with what it was begun with, use --overwrite, or another --out.",
+        )
+    return from_jsonl((root / PROMPTS).read_text()), plan["counts"]
 
 
 def choose_prompts(

@@ -65,6 +65,7 @@ def run(recipe: Recipe, run: RunDir, *, corpus: Path, drafter: str | None) -> di
     spec = replace(spec, draft_sample_method=recipe.eval.draft_sample_method)
     prompts = heldout_prompts(recipe, corpus, verifier, spec.k)
     plan = plan_row(recipe, verifier, spec, drafter, list(prompts))
+    run.begin()
     done = finished_points(run, plan)
     todo = [block for block in blocks(recipe, list(prompts)) if not done.issuperset(block.points)]
     if todo:

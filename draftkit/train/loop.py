@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,16 @@ def document(rollout: Rollout, seq_len: int) -> Document:
     return Document(tokens[:seq_len], mask[:seq_len])
 
 
-def documents(corpus: Corpus, split: str, seq_len: int, temperatures: Container[float]) -> list[Document]:
+def documents(corpus: Corpus, split: str, seq_len: int, temperatures: set[float]) -> list[Document]:
     """Rollouts that have a slot, as documents; how many were cut or too short to train on is said."""
-    rollouts = [r for r in corpus.rollouts(split) if r.temperature in temperatures]
+    every = list(corpus.rollouts(split))
+    rollouts = [r for r in every if r.temperature in temperatures]
+    if not rollouts:
+        wanted, have = sorted(temperatures), sorted({r.temperature for r in every})
+        raise UserError(
+            f"sampling.temperature: {corpus.path} ({split}) has no answers at temperatures {wanted}, only at {have}.",
+            "Train at the temperature of the corpus, or prepare one at this temperature.",
+        )
     all_documents = [document(r, seq_len) for r in rollouts]
     check_supervised(all_documents, f"{corpus.path} ({split})")
     useful = [d for d in all_documents if slot_runs(d.mask)]
@@ -220,8 +227,11 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     Raises UserError for a corpus or drafter of another verifier, RunFailed when the loss diverges or the served
     drafter is not the trained one, Interrupted after a signal (state saved).
     """
-    # The buffers are constants: the verifier's embedding would travel at every forward.
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # several processes without accelerators are several otherwise
+        # The buffers are constants: the verifier's embedding would travel at every forward.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
     torch.manual_seed(recipe.train.seed)
 
     # ---- documents and verifier ----
@@ -241,6 +251,7 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     counts = token_counts(train_docs)
     special = [*tokenizer.all_special_ids, *facts.eos_token_ids]
     drafter = build_drafter(recipe, facts, verifier, counts, special).to(accelerator.device)
+    run.begin()
     held_coverage = coverage_of(token_counts(held_docs), drafter.draft_to_target_D)
     say(
         f"draft vocabulary: {drafter.config.draft_vocab_size:,} of {facts.vocab_size:,} tokens, covers "

@@ -173,7 +173,7 @@ def _variants(drafter: Eagle3, verifier: Verifier, answers: Sequence[Generation]
         d.config = dataclasses.replace(d.config, norm_before_residual=not d.config.norm_before_residual)
 
     def verifier_head(d: Eagle3) -> None:
-        d.lm_head.weight.copy_(verifier.head_VH[: len(d.lm_head.weight)])
+        d.lm_head.weight.copy_(verifier.head_VH[d.draft_to_target_D])
 
     yield "vocabulary map (d2t): draft ids were proposed as verifier ids", batch, changed(lambda d: d.d2t.zero_())
     yield "norm flags: norm_before_residual differs", batch, changed(flip_norm)
