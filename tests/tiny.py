@@ -22,7 +22,7 @@ from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from draftkit.drafters.export import export
 from draftkit.drafters.losses import drafter_loss
 from draftkit.recipe import EngineSection, Recipe
-from draftkit.train.loop import TeacherView
+from draftkit.train.evaluate import TeacherView
 from draftkit.types import Document
 
 VOCAB, DRAFT_VOCAB, HIDDEN, HEAD_DIM, LAYERS = 64, 48, 128, 64, 4

@@ -33,6 +33,15 @@ CHUNK_TOKENS = 4096  # padded tokens of one verifier forward
 LOGIT_ROWS = 64  # rows of full-vocabulary logits held at once: few enough to stay near the cache
 
 
+def state_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively, float32 elsewhere (a CPU would emulate it, slowly)."""
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().split()) if info.exists() else set()
+    return torch.bfloat16 if flags & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
+
+
 class Verifier:
     """The verifier as transformers runs it, frozen.
 
@@ -159,6 +168,7 @@ class CachedStates:
             "verifier": fingerprint,
             "aux_layers": list(verifier.aux_layers),
             "temperature": verifier.temperature,
+            "dtype": str(verifier.embed_VH.dtype),
             "documents": digest.hexdigest(),
         }
 
@@ -201,7 +211,7 @@ class CachedStates:
     @staticmethod
     def bytes_per_token(verifier: Verifier) -> int:
         hidden = verifier.embed_VH.shape[1]
-        return 2 * hidden * (len(verifier.aux_layers) + 1) + 4 + 4 + 8
+        return verifier.embed_VH.element_size() * hidden * (len(verifier.aux_layers) + 1) + 4 + 4 + 8
 
     def path(self, number: int) -> Path:
         return self.directory / f"{number:05d}.safetensors"
@@ -217,20 +227,20 @@ class CachedStates:
 States = StreamedStates | CachedStates
 
 
-def collate(states: States, members: Sequence[int], num_steps: int) -> DraftBatch:
-    """The batch of these documents (numbers), in this order."""
+def collate(states: States, members: Sequence[int], num_steps: int, device: str | torch.device = "cpu") -> DraftBatch:
+    """The batch of these documents (numbers), in this order, on the device that trains on it."""
     tokens, pos, segments, slots, valid = layout([states.documents[i] for i in members], num_steps)
     fields = [states.document(i) for i in members]
-    joined = {name: torch.cat([f[name] for f in fields]) for name in ("aux", "last", "lse", "max", "top")}
+    joined = {name: torch.cat([f[name] for f in fields]).to(device) for name in ("aux", "last", "lse", "max", "top")}
     return DraftBatch(
-        tokens_N=torch.from_numpy(tokens),
-        pos_N=torch.from_numpy(pos),
+        tokens_N=torch.from_numpy(tokens).to(device),
+        pos_N=torch.from_numpy(pos).to(device),
         aux_NF=joined["aux"],
         last_NH=joined["last"],
         lse_N=joined["lse"],
         max_N=joined["max"],
         top_N=joined["top"],
         segments=segments,
-        slot_R=torch.from_numpy(slots),
-        valid_LR=torch.from_numpy(valid),
+        slot_R=torch.from_numpy(slots).to(device),
+        valid_LR=torch.from_numpy(valid).to(device),
     )

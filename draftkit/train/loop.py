@@ -9,7 +9,6 @@ normalised by the slots of all of them together.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,184 +17,26 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
-from draftkit.console import progress, say, say_once, table
-from draftkit.data.batch import check_supervised, plan_epoch, slot_runs
-from draftkit.data.capture import CachedStates, States, StreamedStates, Verifier, collate
+from draftkit.console import progress, say, table
+from draftkit.data.batch import plan_epoch, slot_runs
+from draftkit.data.capture import CachedStates, States, StreamedStates, Verifier, collate, state_dtype
 from draftkit.data.shards import Corpus
-from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
+from draftkit.drafters.eagle3 import Eagle3
 from draftkit.drafters.export import export
-from draftkit.drafters.init import config_of, from_drafter, from_verifier, verifier_of
-from draftkit.drafters.losses import Teacher, drafter_loss
-from draftkit.drafters.vocab import choose_vocab, coverage_of
-from draftkit.errors import Interrupted, RunFailed, UserError
-from draftkit.models import ModelFacts, fingerprint, load_tokenizer, model_facts, resolve_model
+from draftkit.drafters.losses import drafter_loss
+from draftkit.drafters.vocab import coverage_of
+from draftkit.errors import Interrupted, RunFailed
+from draftkit.models import fingerprint, load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir
 from draftkit.train import checkpoint, optim
+from draftkit.train.documents import documents, token_counts
+from draftkit.train.evaluate import TeacherView, evaluate, summarise
 from draftkit.train.parity import check_parity
-from draftkit.train.predict import agreement, walk
-from draftkit.types import Document, DraftBatch, Rollout, SpecCounters
+from draftkit.train.start import aux_layers, build_drafter, check_init
+from draftkit.types import Document
 
 DIVERGED = 20.0  # mean KL in nats that no trained drafter has: something is wrong, stop
-
-
-# ---- documents ------------------------------------------------------------------------------------------------------
-
-
-def document(rollout: Rollout, seq_len: int) -> Document:
-    tokens = (*rollout.prompt_ids, *rollout.response_ids)
-    mask = (False,) * len(rollout.prompt_ids) + (True,) * len(rollout.response_ids)
-    return Document(tokens[:seq_len], mask[:seq_len])
-
-
-def documents(corpus: Corpus, split: str, seq_len: int, temperatures: set[float]) -> list[Document]:
-    """Rollouts that have a slot, as documents; how many were cut or too short to train on is said."""
-    every = list(corpus.rollouts(split))
-    rollouts = [r for r in every if r.temperature in temperatures]
-    if not rollouts:
-        wanted, have = sorted(temperatures), sorted({r.temperature for r in every})
-        raise UserError(
-            f"sampling.temperature: {corpus.path} ({split}) has no answers at temperatures {wanted}, only at {have}.",
-            "Train at the temperature of the corpus, or prepare one at this temperature.",
-        )
-    all_documents = [document(r, seq_len) for r in rollouts]
-    check_supervised(all_documents, f"{corpus.path} ({split})")
-    useful = [d for d in all_documents if slot_runs(d.mask)]
-    cut = sum(len(r.prompt_ids) + len(r.response_ids) > seq_len for r in rollouts)
-    if cut:
-        say(f"{split}: {cut} of {len(rollouts)} documents are longer than train.seq_len={seq_len} and were cut.")
-    if len(useful) < len(rollouts):
-        say(f"{split}: {len(rollouts) - len(useful)} documents have fewer than two response tokens and teach nothing.")
-    return useful
-
-
-def token_counts(documents: list[Document]) -> Counter[int]:
-    return Counter(t for d in documents for t, supervised in zip(d.tokens, d.mask, strict=True) if supervised)
-
-
-# ---- drafter --------------------------------------------------------------------------------------------------------
-
-
-def aux_layers(recipe: Recipe, facts: ModelFacts) -> tuple[int, ...]:
-    if recipe.drafter.init is not None:
-        return config_of(Path(recipe.drafter.init)).aux_layers
-    return tuple(sorted(recipe.drafter.aux_layers or default_aux_layers(facts.num_layers)))
-
-
-def check_init(directory: Path, facts: ModelFacts, prints: dict[str, str]) -> None:
-    """Refuse a warm start from a drafter whose sizes or tokens are not this verifier's. Other weights are what a warm
-    start is for, when the policy has moved on, so they are only said."""
-    config, how = config_of(directory), "Use a drafter of this verifier, or leave drafter.init out."
-    theirs, ours = (config.target_hidden_size, config.vocab_size), (facts.hidden_size, facts.vocab_size)
-    if theirs != ours:
-        raise UserError(
-            f"drafter.init: {directory} was made for another verifier: hidden size and vocabulary are {theirs}, "
-            f"this one's are {ours}.",
-            how,
-        )
-    made_for = verifier_of(directory)
-    if made_for is None:
-        say_once(f"drafter.init: {directory} does not say which verifier it was made for; only sizes were compared.")
-    elif made_for["tokenizer"] != prints["tokenizer"]:
-        raise UserError(f"drafter.init: {directory} was made for a verifier with another tokenizer.", how)
-    elif made_for["weights"] != prints["weights"]:
-        say_once(f"drafter.init: {directory} was made for other weights of this verifier.")
-
-
-def build_drafter(
-    recipe: Recipe, facts: ModelFacts, verifier: Verifier, counts: Counter[int], special: list[int]
-) -> Eagle3:
-    if recipe.drafter.init is not None:
-        return from_drafter(Path(recipe.drafter.init), verifier.embed_VH)
-    ids = choose_vocab(
-        counts, special, facts.vocab_size, recipe.drafter.draft_vocab_size, recipe.drafter.vocab_coverage
-    )
-    config = Eagle3Config(
-        hidden_size=facts.hidden_size,
-        target_hidden_size=facts.hidden_size,
-        intermediate_size=recipe.drafter.intermediate_size or facts.intermediate_size,
-        num_attention_heads=facts.num_heads,
-        num_key_value_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
-        vocab_size=facts.vocab_size,
-        draft_vocab_size=len(ids),
-        aux_layers=verifier.aux_layers,
-        rms_norm_eps=facts.rms_norm_eps,
-        rope_parameters=facts.rope_parameters,
-        max_position_embeddings=facts.max_position_embeddings,
-        norm_before_residual=recipe.drafter.norm_before_residual,
-    )
-    drafter = Eagle3(config, verifier.embed_VH, ids)
-    from_verifier(drafter, verifier.model, recipe.train.seed)
-    return drafter
-
-
-class TeacherView:
-    """The verifier's distribution at a batch's labels: p[label of slot r] = position slot_R + 1."""
-
-    def __init__(self, drafter: Eagle3, verifier: Verifier) -> None:
-        ids = drafter.draft_to_target_D
-        self.head_DH, self.temperature = verifier.head_VH[ids].detach(), verifier.temperature
-        self.to_draft_V = torch.full((verifier.head_VH.shape[0],), -1, device=ids.device)
-        self.to_draft_V[ids] = torch.arange(len(ids), device=ids.device)
-
-    def at(self, batch: DraftBatch) -> Teacher:
-        label = batch.slot_R + 1
-        return Teacher(
-            batch.last_NH[label],
-            batch.lse_N[label],
-            self.to_draft_V[batch.top_N[label]],
-            self.head_DH,
-            self.temperature,
-        )
-
-
-# ---- metrics --------------------------------------------------------------------------------------------------------
-
-
-def summarise(sums: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Sums over slots of `drafter_loss` -> what is logged."""
-    count = sums["count"].clamp(min=1)
-    rate = {name: (sums[name] / count).tolist() for name in ("kl", "correct", "greedy", "sampled", "ceiling")}
-    chain, simulated = 1.0, 1.0
-    for accuracy in rate["correct"]:
-        chain *= accuracy
-        simulated += chain
-    return {
-        "loss": rate["kl"][0],
-        "kl": rate["kl"],
-        "cond_acc": rate["correct"],
-        "expected_acceptance_greedy": rate["greedy"],
-        "expected_acceptance_sampled": rate["sampled"],
-        "vocab_ceiling": rate["ceiling"][0],
-        "simulated_acceptance_length": simulated,
-    }
-
-
-@torch.no_grad()
-def evaluate(drafter: Eagle3, teacher: TeacherView, states: States, recipe: Recipe) -> dict[str, Any]:
-    """The same metrics on held-out documents, and the walk's counters: acceptance as serving would meet it."""
-    steps, sums, served = recipe.train.ttt_steps, {}, SpecCounters()
-    max_p, slots = 0.0, 0
-    for members in plan_epoch([len(d.tokens) for d in states.documents], recipe.train.tokens_per_batch, 0, 0):
-        batch = collate(states, members, steps)
-        _, metrics = drafter_loss(
-            drafter(batch), drafter.lm_head.weight, teacher.at(batch), batch.valid_LR, recipe.train.ttt_decay, 1.0, True
-        )
-        for name in ("kl", "correct", "greedy", "sampled", "ceiling", "count"):
-            sums[name] = sums.get(name, 0) + metrics[name]
-        served = served + walk(agreement(drafter.draft_to_target_D[metrics["proposal_LR"]], batch), batch.segments)
-        label = batch.slot_R + 1
-        max_p += float((batch.max_N[label] - batch.lse_N[label]).exp().sum())
-        slots += len(label)
-    return summarise(sums) | {
-        "walk_acceptance_length": served.acceptance_length,
-        "walk_survival": served.survival(steps),
-        "verifier_max_p": max_p / slots,  # no greedy draft can be accepted more often than this at the temperature
-    }
-
-
-# ---- the loop -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +86,8 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     rollout_temperature, seq_len = recipe.sampling.temperature, recipe.train.seq_len
     train_docs = documents(source, "train", seq_len, {rollout_temperature, 0.0})
     held_docs = documents(source, "heldout", seq_len, {rollout_temperature})
-    verifier = Verifier(path, aux_layers(recipe, facts), recipe.sampling.temperature, device=str(accelerator.device))
+    device = str(accelerator.device)
+    verifier = Verifier(path, aux_layers(recipe, facts), recipe.sampling.temperature, state_dtype(device), device)
 
     # ---- draft vocabulary and drafter ----
     counts = token_counts(train_docs)
@@ -363,7 +205,7 @@ def train(
             denominator = sum(slots[i] for members in group for i in members)
             sums: dict[str, torch.Tensor] = {}
             for members in group[accelerator.process_index :: accelerator.num_processes]:
-                batch = collate(train_states, members, t.ttt_steps)
+                batch = collate(train_states, members, t.ttt_steps, accelerator.device)
                 loss, metrics = drafter_loss(
                     model(batch),
                     drafter.lm_head.weight,

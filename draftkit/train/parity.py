@@ -98,7 +98,7 @@ def _batch(verifier: Verifier, answers: Sequence[Generation], k: int) -> DraftBa
         for g in answers
         if len(g.response_ids) > 1
     ]
-    return collate(StreamedStates(verifier, docs, keep=len(docs)), range(len(docs)), k)
+    return collate(StreamedStates(verifier, docs, keep=len(docs)), range(len(docs)), k, verifier.device)
 
 
 @torch.no_grad()

@@ -1,0 +1,77 @@
+"""What is logged of a step, and the same on held-out documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from draftkit.data.batch import plan_epoch
+from draftkit.data.capture import States, Verifier, collate
+from draftkit.drafters.eagle3 import Eagle3
+from draftkit.drafters.losses import Teacher, drafter_loss
+from draftkit.recipe import Recipe
+from draftkit.train.predict import agreement, walk
+from draftkit.types import DraftBatch, SpecCounters
+
+
+class TeacherView:
+    """The verifier's distribution at a batch's labels: p[label of slot r] = position slot_R + 1."""
+
+    def __init__(self, drafter: Eagle3, verifier: Verifier) -> None:
+        ids = drafter.draft_to_target_D
+        self.head_DH, self.temperature = verifier.head_VH[ids].detach(), verifier.temperature
+        self.to_draft_V = torch.full((verifier.head_VH.shape[0],), -1, device=ids.device)
+        self.to_draft_V[ids] = torch.arange(len(ids), device=ids.device)
+
+    def at(self, batch: DraftBatch) -> Teacher:
+        label = batch.slot_R + 1
+        return Teacher(
+            batch.last_NH[label],
+            batch.lse_N[label],
+            self.to_draft_V[batch.top_N[label]],
+            self.head_DH,
+            self.temperature,
+        )
+
+
+def summarise(sums: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Sums over slots of `drafter_loss` -> what is logged."""
+    count = sums["count"].clamp(min=1)
+    rate = {name: (sums[name] / count).tolist() for name in ("kl", "correct", "greedy", "sampled", "ceiling")}
+    chain, simulated = 1.0, 1.0
+    for accuracy in rate["correct"]:
+        chain *= accuracy
+        simulated += chain
+    return {
+        "loss": rate["kl"][0],
+        "kl": rate["kl"],
+        "cond_acc": rate["correct"],
+        "expected_acceptance_greedy": rate["greedy"],
+        "expected_acceptance_sampled": rate["sampled"],
+        "vocab_ceiling": rate["ceiling"][0],
+        "simulated_acceptance_length": simulated,
+    }
+
+
+@torch.no_grad()
+def evaluate(drafter: Eagle3, teacher: TeacherView, states: States, recipe: Recipe) -> dict[str, Any]:
+    """The same metrics on held-out documents, and the walk's counters: acceptance as serving would meet it."""
+    steps, sums, served = recipe.train.ttt_steps, {}, SpecCounters()
+    max_p, slots = 0.0, 0
+    for members in plan_epoch([len(d.tokens) for d in states.documents], recipe.train.tokens_per_batch, 0, 0):
+        batch = collate(states, members, steps, drafter.d2t.device)
+        _, metrics = drafter_loss(
+            drafter(batch), drafter.lm_head.weight, teacher.at(batch), batch.valid_LR, recipe.train.ttt_decay, 1.0, True
+        )
+        for name in ("kl", "correct", "greedy", "sampled", "ceiling", "count"):
+            sums[name] = sums.get(name, 0) + metrics[name]
+        served = served + walk(agreement(drafter.draft_to_target_D[metrics["proposal_LR"]], batch), batch.segments)
+        label = batch.slot_R + 1
+        max_p += float((batch.max_N[label] - batch.lse_N[label]).exp().sum())
+        slots += len(label)
+    return summarise(sums) | {
+        "walk_acceptance_length": served.acceptance_length,
+        "walk_survival": served.survival(steps),
+        "verifier_max_p": max_p / slots,  # no greedy draft can be accepted more often than this at the temperature
+    }
