@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,9 +52,10 @@ def own_stdout() -> Iterator[None]:
 def log_to(path: Path | None) -> None:
     """Copy what is said from now on to the file as well; None stops it."""
     global _log
-    if _log is not None:
-        _log.file.close()
+    before = _log
     _log = None if path is None else Console(file=path.open("a", encoding="utf-8"), width=160, highlight=False)
+    if before is not None:
+        before.file.close()
 
 
 def _show(target: Console, *objects: Any) -> None:
@@ -97,11 +98,13 @@ def closing(*lines: str) -> None:
 
 def error(message: str, hint: str = "") -> None:
     """What went wrong, on stderr in every mode, as plain text (it quotes what a user typed)."""
-    for target in [Console(stderr=True, highlight=False, soft_wrap=True), *([_log] if _log else [])]:
-        target.print("error:", style="bold red", end=" ")
-        target.print(message, markup=False)
-        if hint:
-            target.print(f"  {hint}", markup=False)
+    screen = Console(stderr=True, highlight=False, soft_wrap=True)
+    with suppress(OSError):  # of the log: a full disk must not hide that the disk is full
+        for target in [screen, *([_log] if _log else [])]:
+            target.print("error:", style="bold red", end=" ")
+            target.print(message, markup=False)
+            if hint:
+                target.print(f"  {hint}", markup=False)
 
 
 def emit_json(document: Any) -> None:

@@ -194,12 +194,12 @@ class RunDir:
         """Give the directory back before the process ends; one that was only made for a refused run goes."""
         if self._lock is None:
             return
-        log_to(None)
         if {entry.name for entry in self.path.iterdir()} == {".lock"}:
             (self.path / ".lock").unlink()
             self.path.rmdir()
         self._lock.close()
         self._lock = None
+        log_to(None)
 
     # metrics.jsonl ------------------------------------------------------------------------------------------
 

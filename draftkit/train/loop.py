@@ -2,8 +2,8 @@
 
 In the order in which data flows: documents, draft vocabulary, verifier states, the drafter, optimizer steps, export,
 parity check. Batches and learning rate are pure functions of the step, so a run that was killed ends with the weights
-of one that was not. Several processes (`accelerate launch`) share the batches of an optimizer step; gradients are
-normalised by the slots of all of them together.
+of one that was not. Several processes (`accelerate launch`; without accelerators `torchrun`, as the former then starts
+one only) share the batches of an optimizer step; gradients are normalised by the slots of all of them together.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     rollout_temperature, seq_len = recipe.sampling.temperature, recipe.train.seq_len
     train_docs = documents(source, "train", seq_len, {rollout_temperature, 0.0})
     held_docs = documents(source, "heldout", seq_len, {rollout_temperature})
+    with_greedy = recipe.sampling.greedy_n and rollout_temperature > 0
+    greedy_docs = documents(source, "heldout", seq_len, {0.0}) if with_greedy else []
     device = str(accelerator.device)
     verifier = Verifier(path, aux_layers(recipe, facts), recipe.sampling.temperature, state_dtype(device), device)
 
@@ -104,8 +106,7 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     train_states = verifier_states(recipe, run, "train", verifier, prints, train_docs, accelerator)
     held_states = verifier_states(recipe, run, "heldout", verifier, prints, held_docs, accelerator)
     greedy_states = None
-    if recipe.sampling.greedy_n and rollout_temperature > 0:
-        greedy_docs = documents(source, "heldout", seq_len, {0.0})
+    if greedy_docs:
         greedy_states = verifier_states(recipe, run, "heldout-greedy", verifier, prints, greedy_docs, accelerator)
 
     # ---- steps ----
