@@ -1,17 +1,19 @@
 """The only room that knows vLLM: build engines, generate, count, change k live, publish weights, mend known faults.
 
 One process holds every engine (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): a plain and a speculative one take turns, so that
-arms of a comparison interleave within seconds. Two faults of vLLM 0.32's CPU build would spoil results silently, a third
-stops every speculative engine that is asked for top-k; all are detected by behaviour, not by version, and mended here
-(`self_tests`, `cure_sampling`, `Engine.load_*`).
+arms of a comparison interleave within seconds. Two faults of vLLM 0.32's CPU build would spoil results silently, a
+third stops every speculative engine that is asked for top-k; all are detected by behaviour, not by version, and mended
+here (`self_tests`, `cure_sampling`, `Engine.load_*`).
 
 Left out: tensor-parallel weight transfer by NCCL / CUDA IPC (no accelerator to run it on; see README).
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +81,7 @@ class Engine:
             settings["per_request_spec_decode_metrics"] = "summary"
         self._counters = SpecCounters()
         self._llm = LLM(**settings)
+        _OPEN.add(self)
 
     def _speculative_config(self, spec: SpecConfig) -> dict[str, Any]:
         if spec.method not in VLLM_METHOD:
@@ -250,9 +253,20 @@ class Engine:
         return trace
 
     def close(self) -> None:
-        """Free the engine's memory. Distributed state stays: another engine of this process may be using it."""
-        self._llm.llm_engine.engine_core.shutdown()
+        """Free the engine's memory. vLLM tears the process's distributed state down with any engine; others that are
+        open stand on it, so only the last one may."""
+        from vllm.v1.engine import core
+
+        _OPEN.discard(self)
+        teardown = core.cleanup_dist_env_and_memory
+        if _OPEN:
+            core.cleanup_dist_env_and_memory = lambda: None
+        try:
+            self._llm.llm_engine.engine_core.shutdown()
+        finally:
+            core.cleanup_dist_env_and_memory = teardown
         del self._llm
+        gc.collect()  # the KV cache sits in reference cycles
 
     def __enter__(self) -> Engine:
         return self
@@ -262,6 +276,7 @@ class Engine:
 
 
 DraftTrace = tuple[str, list[int]]
+_OPEN: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _timed(owner: Any, name: str, times: dict[str, float], key: str) -> None:
