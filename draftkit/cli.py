@@ -130,7 +130,9 @@ def _go(
     """Show, check, or do: open the run, let the stage work and finish it, close with where, what, and what next."""
     if print_config:
         return _show_config(stage)
-    options = dict(verb=stage.verb, recipe=stage.recipe, resume=resume, overwrite=overwrite, inputs=stage.inputs)
+    # Resolved, so that the same corpus by another path, or from another directory, is the same input.
+    inputs = {name: str(Path(path).resolve()) if Path(path).exists() else path for name, path in stage.inputs.items()}
+    options = dict(verb=stage.verb, recipe=stage.recipe, resume=resume, overwrite=overwrite, inputs=inputs)
     if dry_run:
         refuse(stage.out, **options)
         lines = [f"would run {stage.verb} with recipe {stage.recipe_name}", *check(), f"out: {stage.out}"]
@@ -351,13 +353,15 @@ def eval_acceptance(
 
 
 def _serve(stage: Stage, results: dict[str, Any]) -> str:
-    """How to serve with the k that paid for the smallest batch; where none paid, what to try instead."""
-    best = next((k for _, _, k in results["schedule"] if k), 0)
-    if not best:
-        return f"{_command(stage, 'train-drafter')}  (longer, or on more data: no draft length paid here)"
-    speculative = {"method": results["method"], "num_speculative_tokens": best}
-    speculative |= {"model": results["drafter"]} if results["drafter"] not in {None, "ngram"} else {}
-    return shlex.join(["vllm", "serve", results["verifier"], "--speculative-config", json.dumps(speculative)])
+    """How to serve with what was measured to pay; where nothing did, what to try instead."""
+    from draftkit.evals.report import serving_config
+    from draftkit.models import resolve_model
+
+    config = serving_config(results)
+    if config is None:
+        return f"{_command(stage, 'train-drafter')}  # longer, or on more data: no draft length paid here"
+    verifier = str(resolve_model(results["verifier"], stage.recipe.model.revision))
+    return shlex.join(["vllm", "serve", verifier, "--speculative-config", json.dumps(config)])
 
 
 def _mode(dry_run: bool, print_config: bool, resume: bool, overwrite: bool) -> dict[str, bool]:

@@ -257,6 +257,12 @@ def refuse(
     """Raise the `UserError` that forbids this run, if there is one. Writes nothing (`--dry-run` asks it too)."""
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other.", "Keep one of the two.")
+    for name, value in (inputs or {}).items():
+        if value is not None and Path(value).exists() and Path(value).resolve().is_relative_to(path.resolve()):
+            raise UserError(
+                f"The output {path} holds the run's own input, the {name} {value}.",
+                "Name another directory with --out.",
+            )
     if path.exists() and not path.is_dir():
         raise UserError(f"The output {path} is a file, not a directory.", "Name a directory with --out.")
     started = {name.name for name in path.iterdir()} if path.exists() else set()

@@ -221,7 +221,7 @@ def test_a_resumed_run_refuses_another_drafter_under_the_same_name(tmp_path):
 def test_the_table_does_not_depend_on_the_order_of_arms_in_the_file():
     rng = random.Random(0)
     plan = {"event": "plan", "seed": 0, "max_num_seqs": 8, "temperature": 1.0, "verifier": "demo", "drafter": None,
-            "method": "ngram", "verifier_fingerprint": MINE}  # fmt: skip
+            "method": "ngram", "draft_sample_method": "greedy", "verifier_fingerprint": MINE}  # fmt: skip
     rows = []
     for block, k in [(block, k) for block in range(3) for k in (0, 2)]:
         counts = {"drafts": 12, "draft_tokens": 24, "accepted": 8, "per_pos": [6, 2]} if k else dict(NO_DRAFTS)

@@ -57,7 +57,7 @@ def test_named_flags_reach_their_recipe_keys(invoke) -> None:
     flags = {
         ("prepare",): {"--model": "m", "--data": "d", "--n": 3, "--temperature": 0.5, "--max-tokens": 7, "--limit": 9},
         ("train-drafter",): {
-            "--model": "m", "--ttt-steps": 2, "--lr": 0.5, "--epochs": 3.0, "--init": "i", "--max-minutes": 4.0},
+            "--model": "m", "--ttt-steps": 2, "--lr": 0.5, "--epochs": 3.0, "--init": "i"},
         ("eval-acceptance",): {"--model": "m", "--repeats": 2},
     }  # fmt: skip
     keys = {

@@ -30,6 +30,7 @@ def results() -> dict:
                 cells.append(cell(k, concurrency, gain, verdict, temperature))
     ranges = speed_model.schedule([c for c in cells if c["temperature"] == 1.0], 64)
     return {"schema": "draftkit.eval-acceptance/1", "verifier": "demo", "drafter": "runs/d", "method": "eagle3",
+            "draft_sample_method": "probabilistic",
             "temperature": 1.0, "cells": cells, "schedule": ranges}  # fmt: skip
 
 
@@ -131,6 +132,7 @@ def test_schedule_text_is_ready_for_vllm(results):
     text = report.schedule_text(results)
     config = json.JSONDecoder().raw_decode(text.split("speculative_config=")[1])[0]
     assert config == {"method": "eagle3", "model": "runs/d", "num_speculative_tokens": 3,
+                      "draft_sample_method": "probabilistic",
                       "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 1], [9, 64, 0]]}  # fmt: skip
     assert "above 16 were not measured" in text
     assert "without speculation" in report.schedule_text(results | {"schedule": [[1, 64, 0]]})

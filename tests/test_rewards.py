@@ -65,6 +65,12 @@ def test_math_verify(gold, text, value):
     assert score(prompt("math-verify", gold), text) == Score(value)
 
 
+def test_exact_reads_numbers_with_or_without_commas():
+    for text in ("1,234", "The answer is 1,234.", "<answer>1234</answer>"):
+        assert score(prompt("exact", "1,234"), text).value == 1.0
+    assert score(prompt("exact", "1,234"), "1,235").value == 0.0
+
+
 def test_exact_ignores_case_and_spacing_only():
     assert score(prompt("exact", "New  York"), "<answer>new york</answer>").value == 1.0
     assert score(prompt("exact", "New York"), "<answer>York</answer>").value == 0.0

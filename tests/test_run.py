@@ -192,3 +192,13 @@ def test_the_first_signal_is_a_request_and_the_second_stops() -> None:
     )
     stopped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert stopped.returncode == EXIT_INTERRUPTED and stopped.stdout == ""
+
+
+def test_a_run_never_overwrites_its_own_input(path: Path) -> None:
+    corpus = path / "prepare"
+    corpus.mkdir(parents=True)
+    (corpus / "manifest.json").write_text("{}")
+    for out in (corpus, path):
+        with pytest.raises(UserError, match="own input, the corpus"):
+            RunDir.open(out, verb="train-drafter", recipe=Recipe(), overwrite=True, inputs={"corpus": str(corpus)})
+    assert (corpus / "manifest.json").exists()

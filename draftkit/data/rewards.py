@@ -77,7 +77,9 @@ def final_answer(text: str, expected: str | None) -> str:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).casefold()
+    """Case and spacing do not count, nor do the commas of a number: `final_answer` drops them from what it finds."""
+    plain = " ".join(text.split()).casefold()
+    return plain.replace(",", "") if NUMBER.fullmatch(plain) else plain
 
 
 def _math_verify(gold: str, found: str) -> float:

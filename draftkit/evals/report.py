@@ -80,17 +80,24 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join([*lines, LEGEND, ""])
 
 
+def serving_config(results: dict[str, Any]) -> dict[str, Any] | None:
+    """vLLM's speculative_config with the schedule that was measured to pay at the rollout temperature, and the draft
+    sampling it was measured with; None when nothing paid."""
+    largest = max(k for _, _, k in results["schedule"])
+    if largest == 0:
+        return None
+    config = {"method": results["method"], "num_speculative_tokens": largest}
+    if results["drafter"] is not None:
+        config |= {"model": results["drafter"], "draft_sample_method": results["draft_sample_method"]}
+    return config | {"num_speculative_tokens_per_batch_size": results["schedule"]}
+
+
 def schedule_text(results: dict[str, Any]) -> str:
     """The recommendation for the rollout temperature, ready to paste."""
-    ranges, tested = results["schedule"], max(cell["concurrency"] for cell in results["cells"])
-    largest = max(k for _, _, k in ranges)
-    if largest == 0:
+    config, tested = serving_config(results), max(cell["concurrency"] for cell in results["cells"])
+    if config is None:
         return f"At T = {results['temperature']:g} no tested k was shown to pay: generate without speculation."
-    config = {"method": results["method"], "model": results["drafter"], "num_speculative_tokens": largest,
-              "num_speculative_tokens_per_batch_size": ranges}  # fmt: skip
-    if config["model"] is None:
-        del config["model"]
-    note = f" Batches above {tested} were not measured." if ranges[-1][1] > tested else ""
+    note = f" Batches above {tested} were not measured." if results["schedule"][-1][1] > tested else ""
     return f"Recommended for vLLM at T = {results['temperature']:g}: speculative_config={json.dumps(config)}{note}"
 
 
