@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -67,6 +68,7 @@ class Engine:
             enable_prefix_caching=False,
             skip_tokenizer_init=not (Path(model) / "tokenizer_config.json").exists(),
             disable_log_stats=False,
+            use_tqdm_on_load=False,
             generation_config="vllm",  # the recipe's sampling settings, never defaults of the checkpoint
         )
         if current_platform.is_cpu():
@@ -322,7 +324,9 @@ def _register_kernels_once() -> None:
 
     platform = type(current_platform)
     current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its scan touches every deprecated attribute there is
+        current_platform.register_triton_kernel_overrides()
     platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 

@@ -10,6 +10,7 @@ Leaves out what a stage keeps inside its run (shards, checkpoints).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -162,7 +163,14 @@ class RunDir:
         if not is_main():  # rank 0 checks and writes; the others only need to know where
             return cls(path, verb, writes=False)
         refuse(path, verb=verb, recipe=recipe, resume=resume, overwrite=overwrite, inputs=inputs)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
+            raise UserError(
+                f"The output directory {path} cannot be made: {error.strerror}.", "Name another directory with --out."
+            ) from error
         provenance = {"recipe": recipe, "inputs": inputs or {}, "sources": sources or {}}
         fresh = overwrite or not (path / "config.json").exists()
         run = cls(path, verb, fresh=fresh, provenance=provenance, _lock=_take_lock(path))

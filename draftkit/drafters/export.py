@@ -149,7 +149,8 @@ Held-out prompts, at temperature {sampling["temperature"] or 1:g} against the fu
 |---|---|---|---|
 {rows}
 
-Acceptance length {held["walk_acceptance_length"]:.2f} at k = {k}; vocabulary ceiling {held["vocab_ceiling"]:.3f};
+Acceptance length of greedy drafts {held["walk_acceptance_length"]:.2f} at k = {k};
+vocabulary ceiling {held["vocab_ceiling"]:.3f};
 verifier's own E(max p) {held["verifier_max_p"]:.3f}.
 
 Serve: `--speculative-config '{{"method": "eagle3", "model": "<this directory>", "num_speculative_tokens": {k}}}'`

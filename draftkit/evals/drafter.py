@@ -48,10 +48,17 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"The drafter {path} is not a directory with a config.json.",
             "Pass the directory that train-drafter exported (<run>/drafter), a causal language model, or ngram.",
         )
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        value = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{file}, line {error.lineno}: this is not valid JSON: {error.msg}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} holds no JSON object.", "Export the drafter again with `draftkit train-drafter`.")
+    return value
 
 
 def _method(config: dict[str, Any], path: Path) -> str:
@@ -99,7 +106,11 @@ def _check_provenance(path: Path, fingerprint: dict[str, str]) -> None:
     if not file.is_file():
         say_once(f"{path} does not say which verifier it was trained for; only sizes were compared.")
         return
-    trained_on = json.loads(file.read_text())["verifier"]
+    trained_on = _read_object(file).get("verifier")
+    if not isinstance(trained_on, dict) or not fingerprint.keys() <= trained_on.keys():
+        raise UserError(
+            f"{file} does not name its verifier.", "Export the drafter again with `draftkit train-drafter`."
+        )
     for part in ("tokenizer", "weights"):
         if trained_on[part] != fingerprint[part]:
             raise UserError(

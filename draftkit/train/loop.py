@@ -136,7 +136,7 @@ def headline(results: dict[str, Any], recipe: Recipe) -> str:
     if "heldout_greedy" in results:
         lengths["0"] = results["heldout_greedy"]["walk_acceptance_length"]
     shown = ", ".join(f"{length:.2f} at temperature {temperature}" for temperature, length in lengths.items())
-    return f"held-out acceptance length at k = {recipe.train.ttt_steps}: {shown}"
+    return f"held-out acceptance length of greedy drafts at k = {recipe.train.ttt_steps}: {shown}"
 
 
 def verifier_states(
