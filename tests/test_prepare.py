@@ -181,10 +181,15 @@ def test_kill_9_at_random_moments_then_resume_is_the_same_corpus(recipe, tiny_en
 
     fork, draw = multiprocessing.get_context("fork"), random.Random(0)
     num_killed = 0
-    for _ in range(10):
+    for life in range(10):
         child = fork.Process(target=_child, args=(recipe, tmp_path / "killed"))
         child.start()
-        child.join(timeout=draw.uniform(0, 0.3))  # a shard takes about 0.15 s
+        if life == 4:  # however slow the machine is, one kill lands after a shard was completed
+            deadline = time.monotonic() + 60
+            while not list((tmp_path / "killed").glob("shards/*.parquet")) and time.monotonic() < deadline:
+                time.sleep(0.005)
+        else:
+            child.join(timeout=draw.uniform(0, 0.3))  # a shard takes about 0.15 s
         num_killed += child.is_alive()
         child.kill()
         child.join()
