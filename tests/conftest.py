@@ -111,3 +111,9 @@ def draftkit(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
 
     return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines last: vLLM leaves pinned OpenMP pools in the process, and a child forked after that waits for threads it
+    does not have."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
