@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from draftkit.drafters.eagle3 import Eagle3
 from draftkit.drafters.export import export
 from draftkit.errors import RunFailed
+from draftkit.train import parity
 from draftkit.train.parity import check_parity
 
 pytestmark = pytest.mark.engine
@@ -131,3 +132,25 @@ def test_a_sabotaged_export_fails_and_the_cause_is_named(honest, drafter, tmp_pa
     with pytest.raises(RunFailed, match="The served drafter is not the trained one") as error:
         check(directory, drafter)
     assert error.match(f"Likely cause: {cause}")
+
+
+def test_a_mistake_that_hardly_shows_is_found_all_the_same(drafter, tmp_path, monkeypatch):
+    """Thresholds alone would let it pass: most proposals agree. It is the known mistake that agrees better."""
+    close = dict(tiny.ROPE, rope_theta=8000.0)
+    other = tiny.random_drafter(tiny.verifier(), seed=1, rope_parameters=close)
+    export(other, tmp_path / "drafter", tiny.FINGERPRINT, tiny.card())
+    with_default_rope(tmp_path / "drafter")
+    monkeypatch.setattr(parity, "MIN_AGREEMENT", 0.5)
+    with pytest.raises(RunFailed, match=r"Likely cause: rope: another base frequency") as error:
+        check(tmp_path / "drafter", other)
+    assert int(error.value.message.split(": ")[1].split("%")[0]) > 80
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "better"), [(9, 0, False), (10, 0, True), (20, 1, True), (30, 20, False), (0, 40, False)]
+)
+def test_a_rival_must_explain_more_rounds_than_chance_would(gained, lost, better):
+    both, neither = [2] * 200, [0] * 3
+    rival = torch.tensor(both + neither + [1] * gained + [0] * lost)
+    leading = torch.tensor(both + neither + [0] * gained + [3] * lost)
+    assert parity._explains_better(rival, leading) is better
