@@ -25,9 +25,9 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then \
-	  set -ex; $(BIN)/pip install -q -e '.[cuda,data,dev]'; \
+	  set -ex; $(BIN)/pip install -q -e '.[cuda,data,rl,dev]'; \
 	else \
-	  set -ex; $(BIN)/pip install -q $(CPU_WHEELS) -e '.[cpu,data,dev]'; \
+	  set -ex; $(BIN)/pip install -q $(CPU_WHEELS) -e '.[cpu,data,rl,dev]'; \
 	  : 'built against CUDA torch, these three cannot load beside the CPU torch; vLLM runs without them'; \
 	  $(BIN)/pip uninstall -qy torchvision torchaudio torchcodec; \
 	fi

@@ -31,6 +31,7 @@ class EngineSection(Section):
     compiled: bool = False  # torch.compile inside vLLM: faster steps, a slow first start
     kv_cache_gib: float = Field(2.0, gt=0)  # CPU only
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    prefix_caching: bool = False  # off where arms are compared: no arm may profit from another's prompts
     tensor_parallel_size: int = Field(1, gt=0)
 
 
@@ -122,6 +123,90 @@ class EvalSection(Section):
         return temperatures if temperatures is None else list(dict.fromkeys(temperatures))
 
 
+class SpecSection(Section):
+    """How rollouts of an RL run speculate."""
+
+    method: Literal["eagle3", "mtp", "draft-lm", "ngram", "none"] = "eagle3"
+    k: int = Field(3, ge=1)
+    drafter: str | None = None  # directory to start from; default: begin from the verifier's own layers and grow
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    rejection_sample_method: str | None = None  # default: the installed vLLM's; only lossless ones are allowed
+    schedule: list[tuple[int, int, int]] | None = None  # [lo, hi, k] by running requests; default: k throughout
+
+
+class RLSection(Section):
+    """The loop: prompts, environment, loss."""
+
+    steps: int = Field(40, gt=0)
+    prompts_per_step: int = Field(16, gt=0)  # sampling.n responses each
+    environment: str = "single-turn"  # or calculator, search, or your own module:factory
+    max_turns: int = Field(4, ge=1)  # of a multi-turn environment
+    reward: str | None = None  # your own module:function; default: the data recipe's verifier
+    loss: Literal["grpo", "dr-grpo", "dapo", "gspo"] = "grpo"
+    clip_low: float | None = Field(None, gt=0)  # default: the loss's own
+    clip_high: float | None = Field(None, gt=0)
+    kl_coef: float = Field(0.0, ge=0)  # to the policy that the run began with
+    tis_clip: float | None = Field(2.0, gt=0)  # cap of trainer / engine importance weights; null: off
+    dynamic_sampling: bool | None = None  # drop groups of equal rewards and sample on; default: the loss's own
+    max_resamples: int = Field(3, ge=0)  # further batches of prompts that dynamic sampling may ask for in a step
+    overlong_buffer: int = Field(0, ge=0)  # tokens before max_tokens over which the length penalty grows to 1
+    updates: int = Field(1, gt=0)  # optimizer steps for each batch of rollouts
+    lag: int = Field(0, ge=0)  # policy versions that rollouts may be behind
+    eval_every: int = Field(10, gt=0)  # steps
+    eval_prompts: int = Field(32, gt=0)
+    probe_every: int = Field(10, ge=0)  # every so many steps roll out without speculation, to compare; 0: never
+    save_every: int = Field(10, gt=0)
+    keep: int = Field(2, ge=1)
+    track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
+    seed: int = 0
+
+
+class PolicySection(Section):
+    """The policy's optimizer and its DeepSpeed engine."""
+
+    lr: float = Field(1e-5, gt=0)
+    lr_warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(1.0, gt=0)
+    tokens_per_batch: int = Field(4096, gt=0)  # padded tokens of one forward
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    offload_optimizer: bool = False
+    gradient_checkpointing: bool = False
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class WarmupSection(Section):
+    """Supervised steps on the data recipe's worked examples before RL; 0 leaves it out."""
+
+    steps: int = Field(0, ge=0)
+    examples_per_step: int = Field(32, gt=0)
+    lr: float = Field(2e-5, gt=0)
+
+
+class CotrainSection(Section):
+    """Drafter updates from the trainer's own log-probability forward."""
+
+    mode: Literal["off", "every-n", "triggered"] = "triggered"
+    every: int = Field(1, gt=0)  # of every-n: RL steps between two trainings
+    lr: float = Field(5e-4, gt=0)
+    grad_clip: float = Field(1.0, gt=0)
+    batches: int = Field(2, gt=0)  # drafter steps of one training
+    tokens_per_batch: int = Field(2048, gt=0)
+    replay: int = Field(64, ge=0)  # trajectories of earlier steps kept against forgetting
+    replay_share: float = Field(0.25, ge=0, lt=1)  # of each batch
+    grow_batches: int = Field(40, ge=0)  # drafter steps on the first rollouts of a run that begins without a drafter
+    horizon: int = Field(20, gt=0)  # steps over which a training must earn back its time (triggered)
+
+
+class CanarySection(Section):
+    """Checks after every publish."""
+
+    prompts: int = Field(4, gt=0)
+    max_tokens: int = Field(24, gt=0)
+    min_acceptance: float = Field(1.05, ge=1)  # acceptance length under which the drafter counts as collapsed
+
+
 class Recipe(Section):
     name: str = "quickstart"
     description: str = ""
@@ -132,6 +217,12 @@ class Recipe(Section):
     drafter: DrafterSection = DrafterSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
+    spec: SpecSection = SpecSection()
+    rl: RLSection = RLSection()
+    policy: PolicySection = PolicySection()
+    warmup: WarmupSection = WarmupSection()
+    cotrain: CotrainSection = CotrainSection()
+    canary: CanarySection = CanarySection()
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:

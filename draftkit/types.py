@@ -49,16 +49,21 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    logprobs: bool = False  # ask for the log-probability of every sampled token
 
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """How an engine speculates. model: a drafter directory, None for `ngram`; k: the most tokens drafted a round."""
+    """How an engine speculates. model: a drafter directory, None for `ngram`; k: the most tokens drafted a round.
+
+    rejection_sample_method None is the installed vLLM's default; only lossless ones are served (`engine`).
+    """
 
     method: str
     model: str | None
     k: int
     draft_sample_method: str = "greedy"
+    rejection_sample_method: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +110,66 @@ class SpecCounters:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One finished request. `spec` holds its own counters, None from an engine that does not speculate."""
+    """One finished request. `spec` holds its own counters, None from an engine that does not speculate.
+
+    logprobs: of the sampled tokens under the distribution that was sampled from (temperature, top-p and top-k
+    applied), None unless asked for. num_cached: prompt tokens that came from the prefix cache.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     finish_reason: str
     spec: SpecCounters | None = None
+    logprobs: tuple[float, ...] | None = None
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """One engine step as measured: requests running, draft length in force, tokens that came out, wall seconds, and
+    the part of them spent in the drafter. prefill: whether a prompt was processed in it."""
+
+    running: int
+    k: int
+    tokens: int
+    seconds: float
+    draft_seconds: float
+    prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """tokens[first:last] of a trajectory, sampled in one engine call."""
+
+    first: int
+    last: int
+    finish_reason: str
+    spec: SpecCounters | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One conversation of an RL batch: T tokens as the engine saw them, never re-tokenised.
+
+    mask[t]: token t was sampled by the policy (prompt, user and tool tokens are not). engine_logp[t]: its
+    log-probability as the engine sampled it, 0.0 where not masked. group: number of its prompt in the batch, whose
+    samples are compared with each other. truncated: it ran into a length limit instead of ending by itself.
+    policy_version, draft_version: of the weights that sampled it; k: the draft length in force.
+    """
+
+    prompt_id: str
+    task: str
+    group: int
+    sample: int
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    engine_logp: tuple[float, ...]
+    turns: tuple[Turn, ...]
+    reward: float
+    truncated: bool
+    policy_version: int
+    draft_version: int
+    k: int
 
 
 @dataclass(frozen=True, slots=True)
