@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftkit.console import say_once
 from draftkit.errors import UserError
+from draftkit.models import native_bf16
 from draftkit.recipe import EngineSection
 from draftkit.types import Generation, Sampling, SpecConfig, SpecCounters
 
@@ -75,6 +77,9 @@ class Engine:
             # A fourth fault of 0.32: a seeded request whose prompt is split over two steps rewinds its generator by an
             # offset that CPU generators do not have. Prompts are therefore never split.
             settings["enable_chunked_prefill"] = False
+            if not native_bf16():
+                settings["dtype"] = "float32"
+                say_once("this CPU does not multiply bfloat16 natively: the engine computes in float32.")
             settings["max_num_batched_tokens"] = max(4096, recipe_engine.max_model_len)
         else:
             settings["gpu_memory_utilization"] = recipe_engine.gpu_memory_utilization

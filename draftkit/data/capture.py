@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from draftkit.data.batch import layout
 from draftkit.errors import UserError
+from draftkit.models import native_bf16
 from draftkit.run import atomic_json, no_space
 from draftkit.types import Document, DraftBatch
 
@@ -37,9 +38,7 @@ def state_dtype(device: str) -> torch.dtype:
     """bfloat16 where the device multiplies it natively, float32 elsewhere (a CPU would emulate it, slowly)."""
     if device.startswith("cuda"):
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text().split()) if info.exists() else set()
-    return torch.bfloat16 if flags & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
+    return torch.bfloat16 if native_bf16() else torch.float32
 
 
 class Verifier:
