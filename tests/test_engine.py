@@ -138,7 +138,7 @@ from draftkit.errors import RunFailed
 from draftkit.train.parity import check_parity
 from draftkit.types import SpecConfig
 
-engine.cure_sampling = lambda: False
+engine.faults.cure_sampling = lambda: False
 
 checks = {one["name"]: one for one in engine.self_tests()}
 spec = SpecConfig("eagle3", str(drafter_dir), tiny.K)
@@ -168,7 +168,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def uncured() -> dict:
-    """What a process sees in which `engine.cure_sampling` does nothing: vLLM's own function stays."""
+    """What a process sees in which `faults.cure_sampling` does nothing: vLLM's own function stays."""
     places = [str(Path(__file__).parent), str(tiny.verifier_dir()), str(tiny.drafter_dir())]
     command = [sys.executable, "-c", UNCURED, *places]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The direction of imports: lower rooms never import higher ones, and only engine.py knows vLLM."""
+"""The direction of imports: lower rooms never import higher ones, and only the engine room knows vLLM."""
 
 from __future__ import annotations
 

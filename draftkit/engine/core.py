@@ -1,11 +1,7 @@
-"""The only room that knows vLLM: build engines, generate, count, change k live, publish weights, mend known faults.
+"""`Engine`: a vLLM engine in this process: generate, count, change k live, publish weights.
 
 One process holds every engine (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): a plain and a speculative one take turns, so that
-arms of a comparison interleave within seconds. Two faults of vLLM 0.32's CPU build would spoil results silently, a
-third stops every speculative engine that is asked for top-k; all are detected by behaviour, not by version, and mended
-here (`self_tests`, `cure_sampling`, `Engine.load_*`).
-
-Left out: tensor-parallel weight transfer by NCCL / CUDA IPC (no accelerator to run it on; see README).
+arms of a comparison interleave within seconds.
 """
 
 from __future__ import annotations
@@ -13,13 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftkit.console import say_once
+from draftkit.engine import faults
 from draftkit.errors import UserError
 from draftkit.models import native_bf16
 from draftkit.recipe import EngineSection
@@ -32,7 +28,7 @@ VLLM_METHOD = {"eagle3": "eagle3", "draft_model": "draft_model", "mtp": "mtp", "
 NGRAM_LOOKUP_MAX = 4
 
 
-def _prepare_environment(recipe: EngineSection) -> None:
+def prepare_environment(recipe: EngineSection) -> None:
     """Settings that vLLM reads once, at import or at engine start. A value the user exported wins."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -50,13 +46,13 @@ class Engine:
     def __init__(
         self, model: str | Path, *, recipe_engine: EngineSection, spec: SpecConfig | None = None, seed: int = 0
     ) -> None:
-        _prepare_environment(recipe_engine)
+        prepare_environment(recipe_engine)
         from vllm import LLM
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            _register_kernels_once()
-            cure_sampling()
+            faults.register_kernels_once()
+            faults.cure_sampling()
         self.spec = spec
         self.max_model_len = recipe_engine.max_model_len
         self.max_num_seqs = recipe_engine.max_num_seqs
@@ -303,164 +299,3 @@ def _request_counters(histogram: Sequence[int], num_draft_tokens: int) -> SpecCo
     """histogram[j] = rounds that accepted j draft tokens -> the counters of one request."""
     at_least = [sum(histogram[j:]) for j in range(1, len(histogram))]
     return SpecCounters(sum(histogram), num_draft_tokens, sum(at_least), tuple(at_least))
-
-
-# ---- known faults of the CPU build: detect by behaviour, mend, report -----------------------------------------------
-
-
-def _expand_reference(
-    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> torch.Tensor:
-    """Torch version of vLLM's `expand_batch_to_tokens`: [a, b], cumulative [2, 5] -> [a, a, b, b, b]."""
-    import torch
-
-    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
-    expanded = x.repeat_interleave(counts.to(x.device), output_size=num_tokens)
-    return expanded.masked_fill(expanded == replace_from, replace_to) if replace_from != replace_to else expanded
-
-
-def _register_kernels_once() -> None:
-    """Bind vLLM's C++ kernels now, and never again in this process.
-
-    Every engine start registers them anew by a scan over all loaded modules, which fails once numba (the n-gram
-    drafter) is among them: an engine after an n-gram engine could not be built.
-    """
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    current_platform.import_kernels()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # its scan touches every deprecated attribute there is
-        current_platform.register_triton_kernel_overrides()
-    platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-
-
-def sampling_fault() -> str | None:
-    """None when `expand_batch_to_tokens` is right for every dtype the sampler gives it, else what is wrong.
-
-    vLLM 0.32 on CPU writes the result into a temporary copy for anything but int64, so temperature, top-p and top-k
-    of speculative requests are uninitialised memory (upstream issues 55005, 42638).
-    """
-    import torch
-    from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
-
-    if current_platform.is_cpu():
-        _register_kernels_once()
-    counts = torch.tensor([2, 5, 6], dtype=torch.int32)
-    for dtype in (torch.float32, torch.int32, torch.int64):
-        x = torch.tensor([3, 0, 7], dtype=dtype)
-        got = rejection_sampler.expand_batch_to_tokens(x, counts, 6, replace_from=0, replace_to=1)
-        if got.tolist() != [3, 3, 1, 1, 1, 7]:
-            return f"expand_batch_to_tokens({dtype}) returned {got.tolist()} where [3, 3, 1, 1, 1, 7] is right"
-    return None
-
-
-def top_k_fault() -> str | None:
-    """None when top-k takes a step in which no request has drafts (the first of every call), else the error of it."""
-    import torch
-    from vllm.v1.sample import rejection_sampler
-
-    try:
-        rejection_sampler.apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
-    except RuntimeError as error:
-        return f"apply_top_k_top_p fails on no rows ({str(error).splitlines()[0][:90]})"
-    return None
-
-
-def cure_sampling() -> bool:
-    """Replace the faulty functions where a self-test finds a fault; True when something was mended."""
-    from vllm.v1.sample import rejection_sampler
-
-    mended = False
-    if sampling_fault() is not None:
-        rejection_sampler.expand_batch_to_tokens = _expand_reference
-        mended = True
-    if top_k_fault() is not None:
-        original = rejection_sampler.apply_top_k_top_p
-        rejection_sampler.apply_top_k_top_p = lambda logits, k, p: original(logits, k, p) if len(logits) else logits
-        mended = True
-    fault = sampling_fault() or top_k_fault()
-    assert not mended or fault is None, fault
-    return mended
-
-
-def self_tests() -> list[dict[str, Any]]:
-    """Behaviour tests of the installed vLLM for `doctor`: [{"name", "ok", "detail", "cure"}], ok after the cure."""
-    _prepare_environment(EngineSection())
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return [{"name": "speculative sampling", "ok": True, "detail": "not the CPU build: fault absent", "cure": ""}]
-    tests = (
-        ("speculative sampling at temperature > 0", sampling_fault, "expand_batch_to_tokens is right"),
-        ("speculative sampling with top-k", top_k_fault, "apply_top_k_top_p takes a step without drafts"),
-    )
-    faults = [find() for _, find, _ in tests]
-    cure_sampling()
-    checks = []
-    for (name, find, right), fault in zip(tests, faults, strict=True):
-        ok = find() is None
-        cure = "replaced by a torch version when an engine is built" if fault and ok else ""
-        checks.append({"name": name, "ok": ok, "detail": fault or right, "cure": cure})
-    return [*checks, reload_test()]
-
-
-def reload_test() -> dict[str, Any]:
-    """Publish perturbed weights into a running tiny engine and back: outputs must change, then return exactly."""
-    import tempfile
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    changed = {name: torch.roll(tensor, 1, 0) if tensor.dim() == 2 else tensor for name, tensor in original.items()}
-    prompts = [[i + 1, 2 * i + 3, 5] for i in range(4)]
-    greedy = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
-    with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory)
-        section = EngineSection(max_model_len=128, max_num_seqs=4, kv_cache_gib=1)
-        with Engine(directory, recipe_engine=section) as engine:
-            answers = lambda: [g.response_ids for g in engine.generate(prompts, greedy)]  # noqa: E731
-            first = answers()
-            plain_fault = ""
-            try:
-                engine._runner.model.load_weights(iter(changed.items()))
-            except (AssertionError, AttributeError, ValueError, RuntimeError) as error:
-                plain_fault = f"plain load_weights fails on a running engine ({str(error).splitlines()[0][:90]})"
-            engine.load_verifier(changed.items())
-            second = answers()
-            engine.load_verifier(original.items())
-            third = answers()
-    ok = first == third and first != second
-    return {
-        "name": "weight update of a running engine",
-        "ok": ok,
-        "detail": plain_fault or "plain load_weights raises no error",
-        "cure": "layerwise reload (Engine.load_verifier, Engine.load_drafter)" if ok else "",
-    }
-
-
-def speculative_methods() -> set[str]:
-    """The method names that the installed vLLM knows: its own nested Literal, flattened."""
-    from typing import get_args
-
-    from vllm.config.speculative import SpeculativeMethod
-
-    def flatten(alias: Any) -> set[str]:
-        return {alias} if isinstance(alias, str) else set().union(*map(flatten, get_args(alias)))
-
-    return flatten(SpeculativeMethod)

@@ -1,0 +1,88 @@
+"""Faults of vLLM 0.32's CPU build that would spoil results silently, and one that stops speculative engines asked for
+top-k: detected by behaviour, not by version, and mended before an engine is built.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _expand_reference(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Torch version of vLLM's `expand_batch_to_tokens`: [a, b], cumulative [2, 5] -> [a, a, b, b, b]."""
+    import torch
+
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    expanded = x.repeat_interleave(counts.to(x.device), output_size=num_tokens)
+    return expanded.masked_fill(expanded == replace_from, replace_to) if replace_from != replace_to else expanded
+
+
+def register_kernels_once() -> None:
+    """Bind vLLM's C++ kernels now, and never again in this process.
+
+    Every engine start registers them anew by a scan over all loaded modules, which fails once numba (the n-gram
+    drafter) is among them: an engine after an n-gram engine could not be built.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    current_platform.import_kernels()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its scan touches every deprecated attribute there is
+        current_platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def sampling_fault() -> str | None:
+    """None when `expand_batch_to_tokens` is right for every dtype the sampler gives it, else what is wrong.
+
+    vLLM 0.32 on CPU writes the result into a temporary copy for anything but int64, so temperature, top-p and top-k
+    of speculative requests are uninitialised memory (upstream issues 55005, 42638).
+    """
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if current_platform.is_cpu():
+        register_kernels_once()
+    counts = torch.tensor([2, 5, 6], dtype=torch.int32)
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        x = torch.tensor([3, 0, 7], dtype=dtype)
+        got = rejection_sampler.expand_batch_to_tokens(x, counts, 6, replace_from=0, replace_to=1)
+        if got.tolist() != [3, 3, 1, 1, 1, 7]:
+            return f"expand_batch_to_tokens({dtype}) returned {got.tolist()} where [3, 3, 1, 1, 1, 7] is right"
+    return None
+
+
+def top_k_fault() -> str | None:
+    """None when top-k takes a step in which no request has drafts (the first of every call), else the error of it."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    try:
+        rejection_sampler.apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
+    except RuntimeError as error:
+        return f"apply_top_k_top_p fails on no rows ({str(error).splitlines()[0][:90]})"
+    return None
+
+
+def cure_sampling() -> bool:
+    """Replace the faulty functions where a self-test finds a fault; True when something was mended."""
+    from vllm.v1.sample import rejection_sampler
+
+    mended = False
+    if sampling_fault() is not None:
+        rejection_sampler.expand_batch_to_tokens = _expand_reference
+        mended = True
+    if top_k_fault() is not None:
+        original = rejection_sampler.apply_top_k_top_p
+        rejection_sampler.apply_top_k_top_p = lambda logits, k, p: original(logits, k, p) if len(logits) else logits
+        mended = True
+    fault = sampling_fault() or top_k_fault()
+    assert not mended or fault is None, fault
+    return mended
