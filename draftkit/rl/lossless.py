@@ -15,8 +15,8 @@ log-probabilities has no such law: its variance is taken over sequences.
 
 p_t is the *trainer's*. Engine kernels round otherwise, so a small bias is there with and without speculation. Hence two
 kinds of tests: speculation on against off, free of that bias, and each arm alone with a tolerance, which has the power
-of all tokens (`TOLERANCE`, in total variation). Where p_t cannot be the sampling distribution at all (top-p, top-k,
-rollouts of an older policy), only the first kind holds.
+of all tokens (`TOLERANCE`, in total variation). Where p_t cannot be the sampling distribution at all (rollouts of an
+older policy), only the first kind holds.
 
 Left out: tests of what follows from the tokens (lengths, rewards), which have far less power for the same tokens.
 Sources: measures.md 5.3; Kolmogorov's law with Stephens' correction (JRSS B 32, 1970); repeated looks: Siegmund,
@@ -245,7 +245,7 @@ def pointwise_level(alpha: float, looks: int) -> float:
 
     Sums at neighbouring looks are alike, so this is far above alpha / looks. With evenly growing information the chance
     that some |z_j| >= c is 2 Phi(-c) + c phi(c) sum_j 1/j nu(c / sqrt(j)), j = 2 .. looks, nu(x) = exp(-0.583 x), to a
-    few per cent for small alpha (the test computes it exactly); solved for c.
+    few per cent of alpha (the test computes it exactly); solved for c.
     """
     low, high = 0.0, 40.0
     for _ in range(60):
@@ -332,6 +332,7 @@ def explain(alarm: str) -> str:
 
 Prefix = tuple[int, ...]
 Law = Callable[[Prefix], np.ndarray]  # probabilities of the next token, given the tokens since the round began
+Believed = Callable[[Prefix, int], tuple[np.ndarray, np.ndarray]]
 
 
 def acceptance(p_V: np.ndarray, q_V: np.ndarray, token: int) -> float:
@@ -349,13 +350,12 @@ def bonus(p_V: np.ndarray, q_V: np.ndarray) -> np.ndarray:
     return p_V
 
 
-def speculative_round(
-    target: Law, drafter: Law, k: int, believed: Callable[[Prefix, int], np.ndarray] | None = None
-) -> dict[Prefix, float]:
+def speculative_round(target: Law, drafter: Law, k: int, believed: Believed | None = None) -> dict[Prefix, float]:
     """Probability of every tuple of tokens (1 to k + 1 of them) that one draft-and-verify round may emit.
 
-    drafter: the law that drafts are really drawn from; believed(prefix, draft): the q that verification takes for it,
-    the same unless a fault is to be studied. Exponential in k: a reference, not a sampler.
+    drafter: the law that drafts are really drawn from. believed(prefix, draft): the q that acceptance takes for it, and
+    the q that recovery takes; both are the drafter's law unless a fault is to be studied. Exponential in k: a
+    reference, not a sampler.
     """
     law: dict[Prefix, float] = defaultdict(float)
 
@@ -366,13 +366,13 @@ def speculative_round(
                 law[*prefix, token] += chance * float(share)
             return
         for draft in np.flatnonzero(drawn_V).tolist():
-            q_V = believed(prefix, draft) if believed else drawn_V
-            accepted = acceptance(p_V, q_V, draft)
+            accept_V, recover_V = believed(prefix, draft) if believed else (drawn_V, drawn_V)
+            accepted = acceptance(p_V, accept_V, draft)
             proposed = chance * float(drawn_V[draft])
             if accepted > 0:
                 extend((*prefix, draft), proposed * accepted)
             if accepted < 1:
-                for token, share in enumerate(recovery(p_V, q_V)):
+                for token, share in enumerate(recovery(p_V, recover_V)):
                     law[*prefix, token] += proposed * (1 - accepted) * float(share)
 
     extend((), 1.0)
