@@ -324,6 +324,19 @@ def render(
     )
 
 
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, str]],
+    thinking: bool | None = None,
+    generation_prompt: bool = True,
+) -> str:
+    """The text whose tokens `render` gives: for seeing what a template puts between turns, never for generation."""
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=generation_prompt, tokenize=False, **options
+    )
+
+
 # ------------------------------------------------------------------------------------------------- fingerprint
 
 

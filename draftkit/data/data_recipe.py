@@ -36,6 +36,7 @@ class Columns(Strict):
     prompt: str | None = None  # a question as text
     messages: str | None = None  # or a list of {role, content}
     answer: str | None = None
+    solution: str | None = None  # a worked solution, for the supervised warm-up of an RL run
     id: str | None = None
 
     @model_validator(mode="after")
@@ -72,6 +73,7 @@ class DataRecipe(Strict):
     verifier: Literal["reasoning-gym", "math-verify", "exact", "none"] = "none"
     near_duplicate: float = Field(0.95, gt=0, le=1)  # Jaccard similarity of word 5-grams; see dedup.py
     max_prompt_tokens: int | None = Field(None, gt=0)  # longer prompts are dropped, and counted
+    documents: str | None = None  # the text that rl.environment=search looks through: .jsonl, or a text file
 
     @model_validator(mode="after")
     def source_is_complete(self) -> DataRecipe:
@@ -96,6 +98,8 @@ def load_data_recipe(name_or_path: str) -> DataRecipe:
         raise UserError(f"{path}: {_first_problem(error)}", "See data_recipes/ for complete examples.") from error
     files = [recipe.path] if isinstance(recipe.path, str) else recipe.path or []
     moved: dict[str, Any] = {"path": [str(path.parent / f) for f in files] or None}
+    if recipe.documents:
+        moved["documents"] = str(path.parent / recipe.documents)
     if recipe.source in ("jsonl", "parquet") and recipe.heldout:
         moved["heldout"] = str(path.parent / recipe.heldout)
     return recipe.model_copy(update=moved)

@@ -85,6 +85,8 @@ def to_prompt(row: Row, recipe: DataRecipe) -> Prompt:
         messages.insert(0, {"role": "system", "content": recipe.system})
     answer = _answer(_text(row, columns.answer), recipe.answer_format, row.where) if columns.answer else None
     metadata = {"verifier": recipe.verifier, **row.origin}
+    if columns.solution:
+        metadata["solution"] = _text(row, columns.solution)
     task = row.origin.get("task", recipe.name)
     prompt_id = _text(row, columns.id) if columns.id else content_id(messages)
     return Prompt(prompt_id, tuple(messages), task, answer, metadata)

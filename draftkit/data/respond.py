@@ -73,8 +73,9 @@ def requests(shard: Shard, settings: SamplingSection) -> Iterator[tuple[Prompt, 
             )
 
 
-def request_seed(seed: int, prompt_id: str, sample: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{prompt_id}:{sample}".encode()).digest()
+def request_seed(*parts: int | str) -> int:
+    """A seed made of what tells a request from every other: here (recipe seed, prompt id, sample)."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
 
 

@@ -48,7 +48,7 @@ def score(prompt: Prompt, text: str) -> Score:
     if verifier == "none":
         return Score(None)
     found = final_answer(text, prompt.answer)
-    entry = _gym_entry(prompt) if verifier == "reasoning-gym" else None
+    entry = gym_entry(prompt) if verifier == "reasoning-gym" else None
     try:
         match verifier:
             case "reasoning-gym":
@@ -89,7 +89,7 @@ def _math_verify(gold: str, found: str) -> float:
     return float(verify(expected, parse(f"\\boxed{{{found}}}", raise_on_error=True), raise_on_error=True))
 
 
-def _gym_entry(prompt: Prompt) -> tuple[Any, dict[str, Any]]:
+def gym_entry(prompt: Prompt) -> tuple[Any, dict[str, Any]]:
     origin = prompt.metadata
     dataset = gym_dataset(origin["task"], origin["config"], origin["seed"], origin["size"])
     entry = dataset[origin["index"]]
