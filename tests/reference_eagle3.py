@@ -7,7 +7,8 @@ float64 tensors.
 
     x = tokens, g = the verifier's auxiliary states, y = its final-normed state, p = a slot, i = a TTT step from 0
     reads x[p+1+i] and its own previous output (fc(g[p]) at i = 0), sits at rope position p + i, predicts x[p+2+i];
-    its teacher is softmax(head y[p+1+i] / temperature) over the draft vocabulary
+    its teacher is softmax(head y[p+1+i] / temperature) over the draft vocabulary, and its own distribution is tempered
+    alike, as an engine that samples drafts does
 """
 
 from __future__ import annotations
@@ -164,6 +165,6 @@ def loss(
             if is_trained(doc, p, i):
                 full = teacher_log_probs(target_head_VH, doc, p + 1 + i, temperature)
                 log_p = torch.log_softmax(full[torch.as_tensor(draft_to_target)], 0)
-                log_q = torch.log_softmax(w["lm_head.weight"] @ state, 0)
+                log_q = torch.log_softmax(w["lm_head.weight"] @ state / temperature, 0)
                 total = total + decay**i * (log_p.exp() * (log_p - log_q)).sum()
     return total / denominator

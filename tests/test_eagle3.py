@@ -232,7 +232,7 @@ def test_metrics_equal_their_definitions(docs, head_VH):
             if step != i or not reference.is_trained(docs[number], p, i):
                 continue
             full = reference.teacher_log_probs(head_VH, docs[number], p + 1 + i, TEMPERATURE).exp()
-            q = torch.softmax(drafter.lm_head.weight @ state, 0)
+            q = torch.softmax(drafter.lm_head.weight @ state / TEMPERATURE, 0)
             proposed = chosen[q.argmax()]
             want["correct"] += float(proposed == full.argmax())
             want["greedy"] += full[proposed].item()

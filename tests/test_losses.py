@@ -58,7 +58,7 @@ class _Case:
         for i, valid in enumerate(_valid()):
             for r in valid.nonzero().flatten().tolist():
                 full = self.log_p[r + i].exp()
-                q = (self.head.double() @ self.states[i][r].double()).log_softmax(-1)
+                q = (self.head.double() @ self.states[i][r].double() / self.temperature).log_softmax(-1)
                 renormalised = self.log_p[r + i][CHOSEN].log_softmax(-1)
                 kl = F.kl_div(q, renormalised, reduction="sum", log_target=True)
                 loss = loss + DECAY**i * kl / 17.0
@@ -116,9 +116,11 @@ def test_bfloat16_states_with_float32_master_head():
         torch.testing.assert_close(got.double(), expected.double(), rtol=0.05, atol=0.02)
 
 
-def test_a_drafter_that_equals_its_teacher_has_no_loss_and_full_acceptance():
-    """With the verifier's own states and head: KL 0, sampled acceptance = the ceiling, argmax as good as it can be."""
-    case = _Case()
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_a_drafter_that_equals_its_teacher_has_no_loss_and_full_acceptance(temperature):
+    """With the verifier's own states and head: KL 0, sampled acceptance = the ceiling, argmax as good as it can be. At
+    any temperature, since engines divide the logits of both by it."""
+    case = _Case(temperature)
     shifted = [torch.cat([case.hidden[i:], case.hidden[:i]]) for i in range(STEPS)]  # slot r of step i says label r + i
     loss, metrics = drafter_loss(shifted, case.target[CHOSEN], case.teacher, _valid(), DECAY, 17.0, with_sampled=True)
     assert abs(loss.item()) < 1e-12

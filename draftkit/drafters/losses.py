@@ -7,9 +7,11 @@ The teacher's distribution at a label position is the same for every TTT step th
 
 Loss of step i: KL(p || q), p the teacher's softmax renormalised over the draft vocabulary (EAGLE-3, section 3.1),
 summed with weights decay^i and divided by the *global* number of supervised slots of step 0: a step with fewer valid
-slots must not weigh more. Acceptance is measured against the full vocabulary (measures.md, formula 8): greedy drafts
-are accepted with probability p(argmax q), sampled ones with sum min(p, q); a token outside the draft vocabulary can
-never be proposed, and that mass is `ceiling`.
+slots must not weigh more. Both softmaxes are taken at the sampling temperature: that of the student too, because an
+engine that samples its drafts divides the draft logits by the request's temperature (vLLM 0.32, `llm_base_proposer`),
+and a student trained without it would be tempered twice. Acceptance is measured against the full vocabulary
+(measures.md, formula 8): greedy drafts are accepted with probability p(argmax q), sampled ones with sum min(p, q); a
+token outside the draft vocabulary can never be proposed, and that mass is `ceiling`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ CHUNK = 128  # labels a pass: at 4,096 draft tokens a float32 chunk is 2 MB, nea
 class Teacher:
     """What the verifier says at each label. hidden_RH: final-normed states; lse_R: log-sum-exp of the full-vocabulary
     logits over the temperature; top_R int64: the full-vocabulary argmax as a draft id, -1 outside the draft
-    vocabulary; head_DH: the verifier's LM head rows of the draft vocabulary; temperature > 0."""
+    vocabulary; head_DH: the verifier's LM head rows of the draft vocabulary; temperature > 0, the student's too."""
 
     hidden_RH: torch.Tensor
     lse_R: torch.Tensor
@@ -89,8 +91,10 @@ class _FusedKL(torch.autograd.Function):
                 part = slice(first + i - low, None)
                 ok = valid_LR[i, first:last].to(wide)
                 student = (states[i][first:last] @ head_used.T).to(wide)
-                top, best = student.max(-1, keepdim=True)
+                top, best = student.max(-1, keepdim=True)  # before the division, which may round two logits into one
                 best = best.squeeze(-1)
+                student.div_(teacher.temperature)
+                top = top / teacher.temperature
                 cross = (p[part] * student).sum(-1)
                 student.sub_(top).exp_()
                 norm = student.sum(-1, keepdim=True)
@@ -109,7 +113,8 @@ class _FusedKL(torch.autograd.Function):
                 accept[i, first:last] = (chance * ok).float()
                 proposal[i, first:last] = best * ok.long()
                 if needs_grad:
-                    student.sub_(p[part]).mul_((ok * weights[i].to(wide)).unsqueeze(1))
+                    scale = ok * weights[i].to(wide) / teacher.temperature
+                    student.sub_(p[part]).mul_(scale.unsqueeze(1))
                     delta = student.to(states[i].dtype)
                     grads[i][first:last] = delta @ head_used
                     grad_head += delta.T @ states[i][first:last]
