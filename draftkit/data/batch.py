@@ -20,7 +20,7 @@ from draftkit.errors import UserError
 from draftkit.types import Document
 
 
-def plan_epoch(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
+def plan_epoch(lengths: Sequence[int], tokens_per_batch: int, seed: int | str, epoch: int) -> list[list[int]]:
     """Batches of document numbers, each at most tokens_per_batch tokens (a longer document makes its own batch).
 
     Shuffled by (seed, epoch), so that position (epoch, batch) is all a resumed run needs to know.

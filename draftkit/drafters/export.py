@@ -25,18 +25,30 @@ SCHEMA = "draftkit.drafter/1"
 
 def export(drafter: Eagle3, directory: Path, verifier: dict[str, str], card: dict[str, Any]) -> None:
     """Write `directory` (plain layout) and `directory`-speculators. verifier: its fingerprint; card: for README.md."""
-    tensors = {
-        name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
-        for name, tensor in drafter.state_dict().items()
-    }
-    t2d = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
-    t2d[drafter.draft_to_target_D.cpu()] = True
-    tensors["t2d"] = t2d
-    _write(directory, plain_config(drafter.config), tensors, verifier, card)
+    tensors = export_plain(drafter, directory, verifier, model_card(plain_config(drafter.config), card))
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     renamed["embed_tokens.weight"] = drafter.embed_VH.detach().to("cpu", torch.bfloat16).clone()
     speculators = directory.with_name(directory.name + "-speculators")
-    _write(speculators, speculators_config(drafter.config, card), renamed, verifier, card)
+    config = speculators_config(drafter.config, card)
+    _write(speculators, config, renamed, verifier, model_card(config, card))
+
+
+def export_plain(drafter: Eagle3, directory: Path, verifier: dict[str, str], readme: str) -> dict[str, torch.Tensor]:
+    """Write `directory` in the plain layout alone; returns its tensors."""
+    t2d = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+    t2d[drafter.draft_to_target_D.cpu()] = True
+    tensors = served_tensors(drafter) | {"t2d": t2d}
+    _write(directory, plain_config(drafter.config), tensors, verifier, readme)
+    return tensors
+
+
+def served_tensors(drafter: Eagle3) -> dict[str, torch.Tensor]:
+    """What vLLM loads, on the CPU: bfloat16 weights and the vocabulary map `d2t`, without which its map stays zeros. No
+    embedding: an engine then shares the verifier's, and loading one would overwrite that."""
+    return {
+        name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
 
 
 def plain_config(c: Eagle3Config) -> dict[str, Any]:
@@ -109,7 +121,7 @@ def _write(
     config: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     verifier: dict[str, str],
-    card: dict[str, Any],
+    readme: str,
 ) -> None:
     aside = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -119,7 +131,7 @@ def _write(
     (aside / "draftkit.json").write_text(
         json.dumps({"schema": SCHEMA, "draftkit": __version__, "verifier": verifier}, indent=2) + "\n"
     )
-    (aside / "README.md").write_text(model_card(config, card))
+    (aside / "README.md").write_text(readme)
     shutil.rmtree(directory, ignore_errors=True)
     aside.rename(directory)
 

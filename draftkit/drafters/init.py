@@ -9,6 +9,7 @@ only to learn what the next token's embedding changes.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,11 +19,24 @@ from draftkit.drafters.eagle3 import Eagle3, Eagle3Config
 from draftkit.errors import UserError
 
 EMBED_STD = 0.02
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # of a verifier
+
+
+def from_verifier(drafter: Eagle3, verifier: torch.nn.Module, seed: int) -> None:
+    """Fill the drafter's parameters from a transformers Llama/Qwen-type verifier (`model.layers`, `lm_head`)."""
+    weights = dict(verifier.named_parameters(remove_duplicate=False))
+    from_weights(drafter, weights, last_layer(verifier.config.num_hidden_layers), seed)
+
+
+def last_layer(num_layers: int) -> str:
+    """Beginning of the checkpoint names of the verifier's last layer."""
+    return f"model.layers.{num_layers - 1}."
 
 
 @torch.no_grad()
-def from_verifier(drafter: Eagle3, verifier: torch.nn.Module, seed: int) -> None:
-    """Fill the drafter's parameters from a transformers Llama/Qwen-type verifier (`model.layers`, `lm_head`).
+def from_weights(drafter: Eagle3, weights: Mapping[str, torch.Tensor], layer: str, seed: int) -> None:
+    """Fill the drafter's parameters from a verifier's checkpoint tensors; needed are those of `layer`, the final norm,
+    and the LM head or, where it is tied, the embedding.
 
     Parts whose shapes differ (another hidden or MLP size) keep a normal(0, 0.02) start.
     """
@@ -30,27 +44,28 @@ def from_verifier(drafter: Eagle3, verifier: torch.nn.Module, seed: int) -> None
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             parameter.normal_(0.0, EMBED_STD, generator=generator)
-    c, block = drafter.config, verifier.model.layers[-1]
+    c, mid = drafter.config, drafter.midlayer
     hidden = c.hidden_size
-    head = verifier.get_output_embeddings().weight[drafter.draft_to_target_D]
+    head = weights[HEAD if HEAD in weights else EMBEDDING][drafter.draft_to_target_D]
     if head.shape == drafter.lm_head.weight.shape:
         drafter.lm_head.weight.copy_(head)
-        drafter.norm.weight.copy_(verifier.model.norm.weight)
+        drafter.norm.weight.copy_(weights[NORM])
     if hidden == c.target_hidden_size:
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-        drafter.midlayer.hidden_norm.weight.copy_(block.input_layernorm.weight)
-        drafter.midlayer.post_attention_layernorm.weight.copy_(block.post_attention_layernorm.weight)
+        mid.hidden_norm.weight.copy_(weights[f"{layer}input_layernorm.weight"])
+        mid.post_attention_layernorm.weight.copy_(weights[f"{layer}post_attention_layernorm.weight"])
     for name in ("q_proj", "k_proj", "v_proj"):
-        ours, theirs = getattr(drafter.midlayer.self_attn, name).weight, getattr(block.self_attn, name).weight
+        ours, theirs = getattr(mid.self_attn, name).weight, weights[f"{layer}self_attn.{name}.weight"]
         if ours[:, hidden:].shape == theirs.shape:
             ours[:, hidden:].copy_(theirs)
-    for ours, theirs in (
-        (drafter.midlayer.self_attn.o_proj, block.self_attn.o_proj),
-        *((getattr(drafter.midlayer.mlp, n), getattr(block.mlp, n)) for n in ("gate_proj", "up_proj", "down_proj")),
+    for ours, name in (
+        (mid.self_attn.o_proj, "self_attn.o_proj"),
+        *((getattr(mid.mlp, name), f"mlp.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
     ):
-        if ours.weight.shape == theirs.weight.shape:
-            ours.weight.copy_(theirs.weight)
+        theirs = weights[f"{layer}{name}.weight"]
+        if ours.weight.shape == theirs.shape:
+            ours.weight.copy_(theirs)
 
 
 def config_of(directory: Path) -> Eagle3Config:

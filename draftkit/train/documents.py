@@ -8,10 +8,10 @@ from draftkit.console import say
 from draftkit.data.batch import check_supervised, slot_runs
 from draftkit.data.shards import Corpus
 from draftkit.errors import UserError
-from draftkit.types import Document, Rollout
+from draftkit.types import Document, Generation, Rollout
 
 
-def document(rollout: Rollout, seq_len: int) -> Document:
+def document(rollout: Rollout | Generation, seq_len: int) -> Document:
     tokens = (*rollout.prompt_ids, *rollout.response_ids)
     mask = (False,) * len(rollout.prompt_ids) + (True,) * len(rollout.response_ids)
     return Document(tokens[:seq_len], mask[:seq_len])

@@ -28,7 +28,7 @@ from draftkit.drafters.eagle3 import Eagle3
 from draftkit.engine import Engine
 from draftkit.errors import RunFailed
 from draftkit.recipe import Recipe
-from draftkit.train.predict import agreement, rounds, walk
+from draftkit.train.predict import agreement, own_proposals, rounds, walk
 from draftkit.types import Document, DraftBatch, Generation, Sampling, SpecConfig, SpecCounters
 
 MIN_AGREEMENT = 0.9  # share of first proposals that agree; bfloat16 flips near-ties, a wrong tensor leaves ~ nothing
@@ -54,7 +54,7 @@ def check_parity(
         hot = engine.generate(prompts, sampled)
 
     batch = _batch(verifier, answers, k)
-    ours = _proposals(drafter, batch)
+    ours = own_proposals(drafter, batch)
     leading = _leading(ours, proposals, batch, answers)
     cause, rival = _best_mistake(drafter, verifier, answers, proposals, k)
     predicted = walk(agreement(ours, batch), batch.segments)
@@ -109,12 +109,6 @@ def _batch(verifier: Verifier, answers: Sequence[Generation], k: int) -> DraftBa
     return collate(StreamedStates(verifier, docs, keep=len(docs)), range(len(docs)), k, verifier.device)
 
 
-@torch.no_grad()
-def _proposals(drafter: Eagle3, batch: DraftBatch) -> torch.Tensor:
-    """[L, R] verifier ids that the drafter proposes at every slot, feeding itself."""
-    return torch.stack([drafter.propose(state) for state in drafter(batch, own_tokens=True)])
-
-
 def _leading(ours: torch.Tensor, proposals: Trace, batch: DraftBatch, answers: Sequence[Generation]) -> torch.Tensor:
     """Per round of the engine, how many leading proposals are the same. The rounds follow from what was served alone,
     so that two drafters can be compared round by round."""
@@ -149,7 +143,7 @@ def _sampled_check(
 ) -> tuple[float, float, float]:
     """(z, expected share, served share) of first drafts accepted over the rounds of these sampled answers."""
     batch = _batch(verifier, answers, k)
-    ours = _proposals(drafter, batch)
+    ours = own_proposals(drafter, batch)
     rows = [row for row, _ in rounds(agreement(ours, batch), batch.segments)]
     label = (batch.slot_R + 1)[rows]
     logits = (batch.last_NH[label] * verifier.head_VH[ours[0, rows]]).float().sum(-1) / verifier.temperature
@@ -171,7 +165,7 @@ def _best_mistake(
 ) -> tuple[str, torch.Tensor]:
     """(name, `_leading`) of the known mistake under which PyTorch proposes most of what vLLM proposed."""
     tried = [
-        (name, _leading(_proposals(changed, batch), proposals, batch, answers))
+        (name, _leading(own_proposals(changed, batch), proposals, batch, answers))
         for name, batch, changed in _variants(drafter, verifier, answers, k)
     ]
     return max(tried, key=lambda one: _share(one[1]))

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from draftkit.data.capture import States, collate
+from draftkit.drafters.eagle3 import Eagle3
 from draftkit.types import DraftBatch, SpecCounters
 
 Segment = tuple[int, int, int]
@@ -35,6 +37,18 @@ def rounds(agree_LR: torch.Tensor, segments: Sequence[Segment]) -> Iterator[tupl
             yield row, leading[row]
             row += leading[row] + 1
         row = end
+
+
+@torch.no_grad()
+def own_proposals(drafter: Eagle3, batch: DraftBatch) -> torch.Tensor:
+    """[L, R] verifier ids that the drafter proposes at every slot, feeding itself."""
+    return torch.stack([drafter.propose(state) for state in drafter(batch, own_tokens=True)])
+
+
+def predicted(drafter: Eagle3, states: States, k: int) -> SpecCounters:
+    """Counters that an engine drafting greedily would report for these documents at draft length k."""
+    batch = collate(states, range(len(states.documents)), k, drafter.d2t.device)
+    return walk(agreement(own_proposals(drafter, batch), batch), batch.segments)
 
 
 def walk(agree_LR: torch.Tensor, segments: Sequence[Segment]) -> SpecCounters:
