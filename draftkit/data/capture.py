@@ -41,6 +41,36 @@ def state_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if native_bf16() else torch.float32
 
 
+class Taps:
+    """What `aux_layers` put into the residual stream of a transformers causal LM, kept from its last forward.
+
+    Nothing is kept while `active` is False: a training forward would hold its graph.
+    """
+
+    def __init__(self, model: torch.nn.Module, aux_layers: Sequence[int]) -> None:
+        self.aux_layers, self.active = tuple(aux_layers), True
+        self._held: dict[int, torch.Tensor] = {}
+        blocks = model.model.layers
+        for layer in self.aux_layers:
+            if not 0 <= layer <= len(blocks):
+                raise UserError(f"drafter.aux_layers: the verifier has layers 0 to {len(blocks)}, not {layer}.")
+            tapped = blocks[layer - 1] if layer else model.get_input_embeddings()
+            tapped.register_forward_hook(self._hold(layer))
+
+    def _hold(self, layer: int) -> Callable:
+        def hook(_module, _inputs, output):
+            if self.active:
+                self._held[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def take(self) -> torch.Tensor:
+        """[documents, T, F], the layers side by side in the order of aux_layers; forgets them."""
+        aux = torch.cat([self._held[layer] for layer in self.aux_layers], -1)
+        self._held.clear()
+        return aux
+
+
 class Verifier:
     """The verifier as transformers runs it, frozen.
 
@@ -63,13 +93,7 @@ class Verifier:
         self.aux_layers, self.temperature = tuple(aux_layers), temperature or 1.0
         self.embed_VH = model.get_input_embeddings().weight
         self.head_VH = model.get_output_embeddings().weight
-        self._taps: dict[int, torch.Tensor] = {}
-        blocks = model.model.layers
-        for layer in self.aux_layers:
-            if not 0 <= layer <= len(blocks):
-                raise UserError(f"drafter.aux_layers: the verifier has layers 0 to {len(blocks)}, not {layer}.")
-            tapped = blocks[layer - 1] if layer else model.get_input_embeddings()
-            tapped.register_forward_hook(self._tap(layer))
+        self._taps = Taps(model, aux_layers)
 
     @classmethod
     def shifted(cls, verifier: Verifier, shift: int) -> Verifier:
@@ -80,12 +104,6 @@ class Verifier:
         other._use(verifier.model, layers, verifier.temperature, verifier.device)
         return other
 
-    def _tap(self, layer: int) -> Callable:
-        def hook(_module, _inputs, output):
-            self._taps[layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
     @torch.no_grad()
     def states(self, documents: Sequence[Document]) -> list[dict[str, torch.Tensor]]:
         """Per document: aux [T, F], last [T, H], lse, max [T] float32, top [T] int64."""
@@ -94,8 +112,7 @@ class Verifier:
         for row, document in enumerate(documents):
             tokens[row, : len(document.tokens)] = torch.tensor(document.tokens)
         last = self.model.model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
-        aux = torch.cat([self._taps[layer] for layer in self.aux_layers], -1)
-        self._taps.clear()
+        aux = self._taps.take()
         result = []
         for row, document in enumerate(documents):
             length = len(document.tokens)
