@@ -4,13 +4,14 @@ draftkit <verb> [-r RECIPE] [named flags] [a.b=value ...] [--dry-run] [--print-c
                 [--overwrite] [--json | -q] [--debug]
 
 Each verb maps its named flags to recipe keys and hands a `Stage` to `_go`, which is the whole life of a command.
-Left out until they are built: `rl`, `project`, `export`.
+Left out until they are built: `project`, `export`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import shlex
 import signal
 import sys
@@ -26,7 +27,16 @@ from rich.markup import escape
 from draftkit import __version__
 from draftkit import console as screen
 from draftkit.errors import UserError, explain
-from draftkit.recipe import QUICKSTART, Recipe, find_shipped, flat_values, load_recipe, read_yaml, shipped
+from draftkit.recipe import (
+    QUICKSTART,
+    RL_QUICKSTART,
+    Recipe,
+    find_shipped,
+    flat_values,
+    load_recipe,
+    read_yaml,
+    shipped,
+)
 from draftkit.run import RunDir, is_main, refuse
 
 OUTPUTS = Path("outputs")
@@ -80,6 +90,8 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> None:
+        if not Path("/dev/nvidiactl").exists():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or deepspeed, when anything imports it, warns on stdout
         screen.set_mode(json=options.get("as_json", False), quiet=options.get("quiet", False) or not is_main())
         with screen.own_stdout():
             try:
@@ -186,6 +198,19 @@ def _check_corpus(recipe: Recipe, corpus: Path) -> str:
     return f"corpus: {corpus} ({len(opened.prompts('train'))} prompts, {len(opened.prompts('heldout'))} held out)"
 
 
+def _check_drafter(recipe: Recipe, drafter: str) -> str:
+    """Against the verifier where that is a directory; a hub name is not fetched for a dry run."""
+    from draftkit.evals.drafter import resolve_drafter
+    from draftkit.models import fingerprint, model_facts
+
+    verifier = Path(recipe.model.path).expanduser()
+    if verifier.is_dir():
+        resolve_drafter(drafter, model_facts(verifier), fingerprint(verifier), max(recipe.eval.k))
+    elif drafter != "ngram" and not Path(drafter).is_dir():
+        raise UserError(f"The drafter directory {drafter} does not exist.", "Train one with `draftkit train-drafter`.")
+    return f"drafter: {drafter}"
+
+
 def _command(stage: Stage, verb: str, **paths: Path | str | None) -> str:
     """The command to type next: same recipe and model, and the paths that are not where the next verb looks."""
     words = ["draftkit", verb]
@@ -237,8 +262,13 @@ def prepare(
 
     def check() -> list[str]:
         from draftkit.data.data_recipe import load_data_recipe
+        from draftkit.data.prompts import to_prompt
+        from draftkit.data.sources import read_rows
 
-        return [_check_model(stage.recipe), f"data: {load_data_recipe(stage.recipe.data.recipe).name}"]
+        data_recipe = load_data_recipe(stage.recipe.data.recipe)
+        if data_recipe.source in ("jsonl", "parquet"):  # cheap to look at; the others are fetched or generated
+            to_prompt(next(read_rows(data_recipe)), data_recipe)
+        return [_check_model(stage.recipe), f"data: {data_recipe.name}"]
 
     def next_command(results: dict[str, Any]) -> str:
         return _command(stage, "train-drafter", corpus=None if stage.out == stage.default_out else stage.out)
@@ -343,11 +373,8 @@ def eval_acceptance(
 
     def check() -> list[str]:
         cells = f"cells: k {stage.recipe.eval.k} x concurrency {stage.recipe.eval.concurrency}"
-        if drafter != "ngram" and not Path(drafter).is_dir():
-            raise UserError(
-                f"The drafter directory {drafter} does not exist.", "Train one with `draftkit train-drafter`."
-            )
-        return [_check_model(stage.recipe), _check_corpus(stage.recipe, corpus), f"drafter: {drafter}", cells]
+        lines = [_check_model(stage.recipe), _check_corpus(stage.recipe, corpus)]
+        return [*lines, _check_drafter(stage.recipe, drafter), cells]
 
     _go(stage, work, check, functools.partial(_serve, stage), **_mode(dry_run, print_config, resume, overwrite))
 
@@ -362,6 +389,66 @@ def _serve(stage: Stage, results: dict[str, Any]) -> str:
         return f"{_command(stage, 'train-drafter')}  # longer, or on more data: no draft length paid here"
     verifier = str(resolve_model(results["verifier"], stage.recipe.model.revision))
     return shlex.join(["vllm", "serve", verifier, "--speculative-config", json.dumps(config)])
+
+
+@app.command()
+@guarded
+def rl(
+    overrides: Overrides = None,
+    recipe: RecipeOption = RL_QUICKSTART,
+    spec: Annotated[str | None, typer.Option(help="eagle3, mtp, draft-lm, ngram or none.")] = None,
+    k: Annotated[int | None, typer.Option(help="Tokens drafted a round.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter directory to start from. Default: grow one from the policy.")
+    ] = None,
+    cotrain: Annotated[str | None, typer.Option(help="off, every-n or triggered.")] = None,
+    model: Model = None,
+    data: Annotated[str | None, typer.Option(help="Data recipe: a shipped name, or a path.")] = None,
+    steps: Annotated[int | None, typer.Option(help="RL steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of prompts and sampling.")] = None,
+    out: Out = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """GRPO with speculative rollouts; the drafter is trained along from the trainer's own forward."""
+    flags = {
+        "spec.method": spec,
+        "spec.k": k,
+        "spec.drafter": drafter,
+        "cotrain.mode": cotrain,
+        "model.path": model,
+        "data.recipe": data,
+        "rl.steps": steps,
+        "rl.seed": seed,
+    }
+    stage = _stage("rl", recipe, overrides, flags, out)
+    if stage.recipe.spec.drafter:
+        stage.inputs = {"drafter": stage.recipe.spec.drafter}
+
+    def work(run: RunDir) -> dict[str, Any]:
+        from draftkit.rl import loop
+
+        return loop.run(stage.recipe, run)
+
+    def check() -> list[str]:
+        from draftkit.data.data_recipe import load_data_recipe
+
+        r = stage.recipe
+        speculation = "none" if r.spec.method == "none" else f"{r.spec.method}, k = {r.spec.k}"
+        prompts = f"{r.rl.prompts_per_step} prompts x {r.sampling.n} responses a step, {r.rl.steps} steps"
+        data = f"data: {load_data_recipe(r.data.recipe).name}"
+        return [_check_model(r), data, prompts, f"speculation: {speculation}"]
+
+    def next_command(results: dict[str, Any]) -> str:
+        policy = stage.out / "policy"
+        return shlex.join(["draftkit", "prepare", "--model", str(policy)]) + "  # a corpus of the trained policy"
+
+    _go(stage, work, check, next_command, **_mode(dry_run, print_config, resume, overwrite))
 
 
 def _mode(dry_run: bool, print_config: bool, resume: bool, overwrite: bool) -> dict[str, bool]:

@@ -198,6 +198,11 @@ class CotrainSection(Section):
     grow_batches: int = Field(40, ge=0)  # drafter steps on the first rollouts of a run that begins without a drafter
     horizon: int = Field(20, gt=0)  # steps over which a training must earn back its time (triggered)
 
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode(cls, mode: Any) -> Any:
+        return "off" if mode is False else mode  # YAML reads a bare `off` as a truth value
+
 
 class CanarySection(Section):
     """Checks after every publish."""
@@ -208,7 +213,7 @@ class CanarySection(Section):
 
 
 class Recipe(Section):
-    name: str = "quickstart"
+    name: str = Field("quickstart", pattern=r"^\w[\w.-]*$")  # it names the run directory
     description: str = ""
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
@@ -238,7 +243,7 @@ class Recipe(Section):
 # Loading
 # --------------------------------------------------------------------------------------------------------------
 
-QUICKSTART = "quickstart"
+QUICKSTART, RL_QUICKSTART = "quickstart", "rl-quickstart"
 
 
 def shipped(kind: Literal["recipes", "data_recipes"]) -> dict[str, Path]:

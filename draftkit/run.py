@@ -241,7 +241,7 @@ class RunDir:
         return (self.path / "results.json").exists()
 
     def results(self) -> dict[str, Any]:
-        return json.loads((self.path / "results.json").read_text())
+        return _read_object(self.path / "results.json")
 
     def finish(self, results: dict[str, Any], headline: str) -> None:
         """Write README.md unless the stage wrote one, then results.json, whose presence says: complete."""
@@ -279,7 +279,7 @@ def refuse(
         if {name for name in started if ".tmp-" not in name} - PROVENANCE:
             raise UserError(f"{path} exists and is not a draftkit run.", "Name another directory with --out.")
         return
-    config = json.loads(config_file.read_text())
+    config = _read_object(config_file)
     if config.get("schema") != SCHEMA:
         raise UserError(f"{path} exists and is not a draftkit run.", "Name another directory with --out.")
     if overwrite:
@@ -303,6 +303,17 @@ def refuse(
             f"{path} cannot be resumed with other settings: {shown}{more}.",
             "Resume with the same settings, use --overwrite, or another --out.",
         )
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A JSON file of a run. It was written whole, so what cannot be read was damaged afterwards."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: {error}.", "Use --overwrite, or another --out.") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is damaged: it holds no JSON object.", "Use --overwrite, or another --out.")
+    return found
 
 
 def _take_lock(path: Path) -> IO[str]:

@@ -127,11 +127,12 @@ def prepare(tiny_verifier: Path, tmp_path: Path) -> Callable[[list[str]], list[s
         (["", ""], ["prompts.jsonl", "is empty"]),
         ([*ROWS, '{"id": "p9", "question": "hm"}'], ["prompts.jsonl line 7", "no column 'q'"]),
         ([*ROWS, '{"id": "p9", "q": null}'], ["prompts.jsonl line 7", "column 'q' is None, not text"]),
+        ([*ROWS, '{"id": "p9", "q": "hm \\ud800"}'], ["prompts.jsonl line 7", "half a surrogate pair"]),
         ([*ROWS, ROWS[1]], ["id 'p1' occurs twice", "prompts.jsonl line 2", "prompts.jsonl line 7"]),
         ([*ROWS, json.dumps({"id": "p9", "q": "z" * 70})], ["Prompt 'p9'", "71 tokens", "engine.max_model_len=64"]),
         (ROWS[:2], ["No prompts left for training"]),
     ],
-    ids=["broken", "no-object", "empty", "blank", "no-column", "null", "twice", "too-long", "too-few"],
+    ids=["broken", "no-object", "empty", "blank", "no-column", "null", "surrogate", "twice", "too-long", "too-few"],
 )
 def test_prompts(refused: Refuse, prepare, lines: list[str], named: list[str]) -> None:
     has(refused(*prepare(lines)), *named)
@@ -152,6 +153,11 @@ def test_an_unknown_recipe_key(refused: Refuse, words, tmp_path: Path, verb: str
     has(refused(*words[verb], "train.learning_rate=1"), "train.learning_rate", "override")
     (tmp_path / "own.yaml").write_text("train:\n  lrr: 1\n")
     has(refused(*words[verb], "-r", "own.yaml"), "own.yaml", "train.lrr")
+
+
+@VERBS
+def test_a_name_that_leaves_the_output_directory(refused: Refuse, words, verb: str) -> None:
+    has(refused(*words[verb], "name=../elsewhere"), "name", "../elsewhere")
 
 
 def test_an_unknown_data_recipe_key(refused: Refuse, tmp_path: Path) -> None:
@@ -324,6 +330,23 @@ def test_overwrite_with_bad_input_loses_nothing(refused: Refuse, words, old_run,
         words[verb][2] = str(corpus_of_another(words[verb][2], tokenizer="0" * 16))
         has(refused(*words[verb], "--model", tiny_verifier, "--overwrite"), "another verifier")
     assert (OUT / verb / "quickstart" / "checkpoints" / "precious").read_text() == "hours of work"
+
+
+@VERBS
+@pytest.mark.parametrize("file", ["config.json", "results.json"])
+@pytest.mark.parametrize("content", ['{"schema": ', "[]"])
+def test_a_damaged_file_of_a_run(refused: Refuse, words, old_run, verb: str, file: str, content: str) -> None:
+    run = old_run(verb)
+    run.close()
+    (run.path / file).write_text(content)
+    has(refused(*words[verb], "--resume"), run.path / file, "is damaged")
+
+
+def test_a_dry_run_looks_into_its_inputs(refused: Refuse, words, prepare, tiny_verifier: Path, tmp_path: Path) -> None:
+    has(refused(*prepare(['{"id": "p9"}']), "--dry-run"), "prompts.jsonl line 1", "no column 'q'")
+    (tmp_path / "drafter").mkdir()
+    command = [*words["eval-acceptance"][:3], "--drafter", "drafter", "--model", tiny_verifier, "--dry-run"]
+    has(refused(*command), "The drafter drafter is not a directory with a config.json")
 
 
 def test_a_damaged_shard_of_an_unfinished_corpus(refused: Refuse, prepare, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from draftkit.drafters.vocab import MULTIPLE, choose_vocab, coverage_of
+from draftkit.errors import UserError
 
 SPECIAL = (0, 999)
 
@@ -67,3 +68,9 @@ def test_special_tokens_that_the_model_does_not_have_are_left_out():
 
 def test_coverage_of_nothing_is_zero():
     assert coverage_of(Counter(), choose_vocab(Counter(), SPECIAL, 1000, None, 1.0)) == 0
+
+
+def test_a_size_that_the_special_tokens_do_not_fit_is_refused():
+    with pytest.raises(UserError, match=r"draft_vocab_size \(3\) is smaller than the 5 special"):
+        choose_vocab(_counts(), range(5), 1000, 3, 1.0)
+    assert choose_vocab(_counts(), range(5), 1000, 5, 1.0).tolist() == [0, 1, 2, 3, 4]

@@ -113,7 +113,19 @@ def _text(row: Row, dotted: str) -> str:
         raise UserError(
             f"{row.where}: column {dotted!r} is {value!r}, not text.", "Every prompt needs it: mend or delete the row."
         )
-    return str(value)
+    return _unicode(str(value), row.where, dotted)
+
+
+def _unicode(text: str, where: str, column: str) -> str:
+    """JSON can escape half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: column {column!r} holds half a surrogate pair, {text[error.start]!r}, which is no character.",
+            "Mend or delete the row.",
+        ) from None
+    return text
 
 
 def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
@@ -129,7 +141,7 @@ def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
             f"{where}: column {column!r} is not a list of {{role, content}} that ends with the user.",
             "For a question as plain text set columns.prompt.",
         )
-    return [{"role": m["role"], "content": m["content"]} for m in value]
+    return [{"role": m["role"], "content": _unicode(m["content"], where, column)} for m in value]
 
 
 def _answer(text: str, answer_format: str, where: str) -> str:

@@ -12,15 +12,24 @@ from collections.abc import Iterable
 
 import torch
 
+from draftkit.errors import UserError
+
 MULTIPLE = 64  # heads are padded with the next frequent tokens to a multiple that matrix kernels like
 
 
 def choose_vocab(
     counts: Counter[int], always: Iterable[int], vocab_size: int, size: int | None, coverage: float
 ) -> torch.Tensor:
-    """Ascending verifier ids [D] int64. counts: supervised token counts. size: exactly so many (overrides coverage)."""
+    """Ascending verifier ids [D] int64. counts: supervised token counts. size: exactly so many (overrides coverage).
+    Raises UserError for a size that the tokens that are always in do not fit."""
     ranked = sorted(counts, key=lambda t: (-counts[t], t))
     chosen = dict.fromkeys(sorted(t for t in set(always) if 0 <= t < vocab_size))
+    if size is not None and size < len(chosen):
+        raise UserError(
+            f"drafter.draft_vocab_size ({size}) is smaller than the {len(chosen)} special and end tokens that are "
+            "always in it.",
+            f"Give at least {len(chosen)}, or leave it out.",
+        )
     total, covered = sum(counts.values()), sum(counts[t] for t in chosen)
     for token in ranked:
         if (len(chosen) >= size) if size is not None else (covered >= coverage * total):

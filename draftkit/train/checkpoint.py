@@ -1,13 +1,16 @@
 """Checkpoints: `checkpoints/step-000100/`, written aside and renamed, so a directory that exists is whole.
 
-Position in the data and the learning rate follow from the step (`plan_epoch`, `lr_at`) and training draws no random
-numbers after the start, so weights, optimizer state and the step are all that a resumed run needs.
+`whole` is the writing itself, for any content. `save` and `load_newest` are a drafter training's: position in the data
+and the learning rate follow from the step (`plan_epoch`, `lr_at`) and training draws no random numbers after the start,
+so weights, optimizer state and the step are all that a resumed run needs.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,24 +19,41 @@ from safetensors.torch import load_file, save_file
 PREFIX = "step-"
 
 
-def save(directory: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
-    """Write the state after `step`, then drop all but the newest `keep` checkpoints."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob(".*"):  # kill -9 in the middle of a save or of a removal
-        shutil.rmtree(leftover)
+@contextmanager
+def whole(
+    directory: Path, step: int, keep: int, main: bool = True, barrier: Callable[[], None] = lambda: None
+) -> Iterator[Path]:
+    """`with whole(...) as aside:` fill the directory `aside`; it takes its place when the block ends without an error,
+    and all but the newest `keep` checkpoints go. Several processes may fill it: `main` is one of them, `barrier` waits
+    for all."""
     final = directory / f"{PREFIX}{step:06d}"
     aside = directory / f".{final.name}.new"
-    aside.mkdir()
-    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors")
-    torch.save(optimizer.state_dict(), aside / "optimizer.pt")
-    for file in aside.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    if final.exists():
-        _remove(final)
-    aside.rename(final)
-    for old in found(directory)[:-keep]:
-        _remove(old)
+    if main:
+        directory.mkdir(parents=True, exist_ok=True)
+        for leftover in directory.glob(".*"):  # kill -9 in the middle of a save or of a removal
+            shutil.rmtree(leftover)
+        aside.mkdir()
+    barrier()
+    yield aside
+    barrier()
+    if main:
+        for file in aside.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        if final.exists():
+            _remove(final)
+        aside.rename(final)
+        for old in found(directory)[:-keep]:
+            _remove(old)
+    barrier()
+
+
+def save(directory: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
+    """Write the state after `step`, then drop all but the newest `keep` checkpoints."""
+    with whole(directory, step, keep) as aside:
+        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors")
+        torch.save(optimizer.state_dict(), aside / "optimizer.pt")
 
 
 def _remove(checkpoint: Path) -> None:
@@ -55,4 +75,8 @@ def load_newest(directory: Path, model: torch.nn.Module, optimizer: torch.optim.
         return 0
     model.load_state_dict(load_file(checkpoints[-1] / "model.safetensors"))
     optimizer.load_state_dict(torch.load(checkpoints[-1] / "optimizer.pt", weights_only=True))
-    return int(checkpoints[-1].name.removeprefix(PREFIX))
+    return step_of(checkpoints[-1])
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
