@@ -1,0 +1,159 @@
+"""`draftkit rl` as a real command on a tiny model: what a run leaves, resumes to, refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from draftkit.recipe import load_recipe
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+REWARD = '''"""Rewards answers that use the letter e, which a random model does often enough."""
+
+
+def score(prompt, text):
+    return text.count("e") / max(1, len(text))
+'''
+SMALL = [
+    "engine.max_model_len=128",
+    "engine.kv_cache_gib=1",
+    "engine.max_num_seqs=8",
+    "sampling.n=4",
+    "sampling.max_tokens=12",
+    "data.heldout=2",
+    "rl.prompts_per_step=2",
+    "rl.eval_prompts=2",
+    "rl.eval_every=2",
+    "rl.save_every=2",
+    "rl.probe_every=3",
+    "rl.reward=my_reward:score",
+    "policy.lr=1e-3",
+    "cotrain.mode=every-n",
+    "cotrain.grow_batches=4",
+    "canary.prompts=2",
+    "canary.max_tokens=8",
+    "canary.min_acceptance=1.0",
+    "warmup.steps=0",
+]
+
+
+@pytest.fixture
+def words(tmp_path: Path, tiny_verifier: Path) -> list[str]:
+    """A complete small command line; its files lie in the working directory of the `draftkit` fixture."""
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    rows = [{"q": f"say {chr(97 + i) * 4} {chr(98 + i) * 5} {i}"} for i in range(16)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"name": "mine", "licence": "CC0", "source": "jsonl", "path": "prompts.jsonl", "columns": {"prompt": "q"}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(data))
+    return ["rl", "--model", str(tiny_verifier), "--data", "mine.yaml", *SMALL]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what the clock has a hand in."""
+    timed = {
+        *("time_s", "share", "generate_s", "tokens_per_s", "generation_share", "predicted_speedup", "attribution"),
+        *("predicted_generation_speedup", "plain_generation_share", "realised_speedup", "realised", "cotrain"),
+    }
+    left = {key: value for key, value in row.items() if key not in timed}
+    for part in ("canary", "drafter"):
+        if left.get(part):
+            left[part] = {key: value for key, value in left[part].items() if key != "seconds"}
+    return left
+
+
+@pytest.mark.engine
+def test_a_run_speculates_learns_and_leaves_what_others_read(
+    draftkit: Command, words: list[str], tmp_path: Path
+) -> None:
+    done = draftkit(*words, "--steps", "4", "--k", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "outputs/rl/rl-quickstart"
+    before, *rows = rows_of(run)
+    assert before["step"] == 0 and before["canary"]["ok"], before
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["policy_version"] for row in rows] == [0, 1, 2, 3]
+    assert [row["k"] for row in rows] == [0, 2, 2, 0]  # probes at steps 1 and 4
+    for row in rows:
+        assert row["canary"]["ok"], row["canary"]
+        assert row["time_s"]["total"] == pytest.approx(sum(v for k, v in row["time_s"].items() if k != "total"))
+        assert 0 < row["reward_mean"] < 1 and row["entropy"] > 0
+        assert abs(row["surprise_z"]) < 6 and row["engine_trainer_logp_gap"] < 0.05
+        assert row["lossless"]["alarms"] == []
+    assert rows[1]["acceptance_length"] >= 1 and len(rows[1]["survival"]) == 2
+    assert rows[3]["realised_speedup"] is not None
+    results = json.loads((run / "results.json").read_text())
+    assert results == json.loads(done.stdout) | {} or results["headline"] == json.loads(done.stdout)["headline"]
+    assert results["canary_faults"] == [] and results["lossless_alarms"] == []
+    start, end = load_file(Path(words[2]) / "model.safetensors"), load_file(run / "policy" / "model.safetensors")
+    assert start.keys() == end.keys() and any((start[name] != end[name]).any() for name in start)
+    assert (run / "drafter" / "config.json").exists() and (run / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.engine
+def test_an_interrupted_run_resumes_to_the_same_policy_and_drafter(
+    draftkit: Command, words: list[str], tmp_path: Path
+) -> None:
+    whole = draftkit(*words, "--steps", "4", "--k", "2", "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "draftkit", *words, "--steps", "4", "--k", "2", "--out", "cut"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    cut = tmp_path / "cut"
+    while process.poll() is None and not ((cut / "metrics.jsonl").exists() and len(rows_of(cut)) > 1):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 130, said
+    assert 1 < len(rows_of(cut)) < 5, "interrupted too late to show anything"
+    resumed = draftkit(*words, "--steps", "4", "--k", "2", "--out", "cut", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    for part in ("policy", "drafter"):
+        a, b = (load_file(tmp_path / run / part / "model.safetensors") for run in ("whole", "cut"))
+        assert all((a[name] == b[name]).all() for name in a)
+    assert list(map(untimed, rows_of(tmp_path / "whole"))) == list(map(untimed, rows_of(cut)))
+
+
+@pytest.mark.engine
+def test_without_speculation_and_one_version_behind(draftkit: Command, words: list[str], tmp_path: Path) -> None:
+    done = draftkit(*words, "--steps", "3", "--spec", "none", "rl.lag=1", "rl.loss=dapo")
+    assert done.returncode == 0, done.stderr
+    _, *rows = rows_of(tmp_path / "outputs/rl/rl-quickstart")
+    assert [row["policy_version"] for row in rows] == [0, 0, 1]
+    assert all(row["acceptance_length"] is None and row["drafter"] is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--spec", "mtp"], "spec.method=mtp needs a drafter"),
+        (["--spec", "none", "--drafter", "x"], "spec.method=none uses no drafter"),
+        (["sampling.n=1"], "sampling.n (1)"),
+        (["--spec", "eagle9"], "spec.method"),
+        (["rl.reward=my_reward:scor"], "module my_reward has no 'scor'"),
+        (["rl.environment=chess"], "rl.environment: there is no environment 'chess'"),
+        (["spec.schedule=[[1, 8, 9]]"], "spec.schedule asks for more drafts than spec.k (3)"),
+    ],
+)
+def test_bad_input(draftkit: Command, words: list[str], tmp_path: Path, given: list[str], named: str) -> None:
+    kept = [word for word in words if not any(word.split("=")[0] == g.split("=")[0] for g in given)]
+    done = draftkit(*kept, *given)
+    assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "outputs/rl/rl-quickstart").exists()
+
+
+def test_the_default_recipe_is_the_rl_quickstart() -> None:
+    recipe, _ = load_recipe("rl-quickstart")
+    assert recipe.spec.method == "eagle3" and recipe.warmup.steps > 0
