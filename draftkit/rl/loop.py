@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from draftkit.console import progress, say
+from draftkit.console import say
 from draftkit.data.data_recipe import load_data_recipe
 from draftkit.errors import Interrupted, RunFailed
 from draftkit.models import load_tokenizer, model_facts, resolve_model
@@ -27,6 +27,7 @@ from draftkit.recipe import Recipe
 from draftkit.rl import finish, resume, start
 from draftkit.rl.account import Account
 from draftkit.rl.canary import CanaryRecord
+from draftkit.rl.directions import direction_sums
 from draftkit.rl.envs import Environment, load_environment, load_reward
 from draftkit.rl.grpo import (
     LossSettings,
@@ -48,10 +49,12 @@ from draftkit.rl.rollout import acceptance_by_turn, collect, document
 from draftkit.rl.start import Actors, cotrains
 from draftkit.rl.template import ChatTemplate
 from draftkit.rl.trigger import Decision, Observation, Trigger
+from draftkit.rl.view import View
 from draftkit.rl.warmup import warm_up
 from draftkit.rl.world import World
 from draftkit.run import Interrupt, RunDir
 from draftkit.track import Trackers
+from draftkit.train.evaluate import TeacherView
 from draftkit.types import EngineStep, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -145,14 +148,13 @@ class Loop:
         else:
             self._begin()
         self.clock.lap()
-        with Interrupt() as stop, progress("rl", r.steps) as bar:
-            bar.advance(self.done)
+        with Interrupt() as stop, View(r.steps, self.done) as view:
             while self.done < r.steps:
                 row = self.step(self.done + 1)
                 self.done += 1
                 self.run.metrics(row)
                 self.trackers.log(self.done, row)
-                bar.advance(1, note(row))
+                view.step(row)
                 stopped = self.world.any(stop.requested)
                 if stopped or self.done % r.save_every == 0 or self.done == r.steps:
                     resume.save(self)
@@ -190,6 +192,8 @@ class Loop:
             scores = actors.policy.score(trajectories, capture=cotrains(recipe))
             entropy = [float(h.sum() / max(1, sum(t.mask))) for h, t in zip(scores.entropy, trajectories, strict=True)]
 
+            sums = self._lossless_sums(rolled, scores)
+
         # ---- drafter, while states and head are of one version ----
         decision, drafter_row = None, None
         if actors.cotrainer is not None and cotrains(recipe):
@@ -209,7 +213,7 @@ class Loop:
             eval_reward = self.evaluate(number)
 
         # ---- the record ----
-        lossless = self._lossless(rolled, scores)
+        lossless = self._lossless(rolled, sums)
         everybody = self.world.gather(self._figures(rolled, entropy))
         seconds = clock.lap()
         row: dict[str, Any] = {
@@ -408,7 +412,8 @@ class Loop:
 
     # ---- figures ----
 
-    def _lossless(self, rolled: Rolled, scores: Scores) -> dict[str, Any]:
+    def _lossless_sums(self, rolled: Rolled, scores: Scores) -> Sums:
+        """This rank's; those that concern the drafter only before it is trained on these rollouts."""
         sums = Sums()
         for i, t in enumerate(rolled.trajectories):
             m = torch.tensor(t.mask)
@@ -416,7 +421,15 @@ class Loop:
             engine = torch.tensor(t.engine_logp)
             columns = (scores.logp[i], scores.entropy[i], scores.var[i], scores.cdf[i], engine)
             sums = sums + sequence_sums(*(c[m] for c in columns), seed=seed)
-        total = sum(self.world.gather(sums), Sums())
+        drafter, sampling = self.actors.drafter, self.recipe.sampling
+        untruncated = sampling.top_p == 1 and sampling.top_k == 0
+        if drafter is not None and scores.states is not None and self.actors.cotrainer.is_grown and untruncated:
+            view = TeacherView(drafter, self.actors.ends)
+            sums = sums + direction_sums(drafter, view, scores, self.recipe.cotrain.tokens_per_batch)
+        return sums
+
+    def _lossless(self, rolled: Rolled, mine: Sums) -> dict[str, Any]:
+        total = sum(self.world.gather(mine), Sums())
         report = self.monitor.add(**{"on" if rolled.k else "off": total})
         for alarm in report.alarms:
             say(f"[red]losslessness alarm:[/red] {explain(alarm)} (p = {report.p[alarm]:.1e})")
@@ -446,12 +459,3 @@ class Loop:
                 return environment(prompt, messages, last)
 
         return timed
-
-
-def note(row: dict[str, Any]) -> str:
-    """The one line that is shown of a step."""
-    speed = f"AL {row['acceptance_length']:.2f} k {row['k']}" if row["k"] else "plain"
-    return (
-        f"reward {row['reward_mean']:.3f}, {speed}, entropy {row['entropy']:.2f}, "
-        f"{row['time_s']['total']:.1f} s ({row['generation_share']:.0%} generation)"
-    )
