@@ -4,10 +4,12 @@ law of a speculative round.
 Live. The trainer's forward gives the distribution p_t that each sampled token x_t should have come from. Under the
 hypothesis that it did, each of these is a sum of terms whose mean, given all that went before, is known:
 
-    surprise    -log p_t(x_t) - H(p_t)      moved by a temperature that is off, by a lost truncation, by garbage
-    direction   1[x_t = y_t] - p_t(y_t)     y_t the drafter's favourite: moved where drafts are accepted too often
-    PIT         F_t(x_t^-) + v p_t(x_t)     uniform; v uniform and seeded. Kolmogorov-Smirnov sees every other shape,
-                                            if tokens are counted in falling order of probability
+    surprise    -log p_t(x_t) - H(p_t)          moved by a temperature that is off, by truncation, by garbage
+    favourite   1[x_t = y_t] - p_t(y_t)         y_t = argmax q_t of the drafter: by drafts accepted too often
+    overlap     a_t(x_t) - E a_t, a = min(1, q/p)   the chance that x_t would have been accepted as a sampled draft: by
+                                                recovery from another residual than (p - q)^+, by tokens of q
+    PIT         F_t(x_t^-) + v p_t(x_t)         uniform; v uniform and seeded. Kolmogorov-Smirnov sees shapes, if tokens
+                                                are counted in falling order of probability (by token id: next to none)
 
 Tokens of one answer depend on each other, and these sums do not mind: they are martingales, so their variance is the
 sum of the known conditional variances, and PIT values are independent. The gap between engine and trainer
@@ -47,10 +49,10 @@ _NORMAL = NormalDist()
 class Sums:
     """Everything that the tests need, as sums over tokens and sequences: adding two pools their rollouts.
 
-    surprise_sd: sum of the conditional standard deviations. hits, chance, chance_var, proposals: of the tokens for
-    which the drafter's favourite is known. pit: histogram of PIT values. gap: sum of |delta log p|; gap_kl of
-    r - 1 - log r with r = trainer / engine; weight, weight_sq of r. gap_gg, gap_gn, gap_nn: over sequences, products of
-    a sequence's gap and its number of tokens.
+    surprise_sd: sum of the conditional standard deviations. favourite, overlap: over the `drafted` tokens for which the
+    drafter was asked (`rl.directions`). pit: histogram of PIT values. gap: sum of |delta log p|; gap_kl of r - 1 -
+    log r with r = trainer / engine; weight, weight_sq of r. gap_gg, gap_gn, gap_nn: over sequences, products of a
+    sequence's gap and its number of tokens.
     """
 
     sequences: float = 0.0
@@ -58,10 +60,11 @@ class Sums:
     surprise: float = 0.0
     surprise_var: float = 0.0
     surprise_sd: float = 0.0
-    proposals: float = 0.0
-    hits: float = 0.0
-    chance: float = 0.0
-    chance_var: float = 0.0
+    drafted: float = 0.0
+    favourite: float = 0.0
+    favourite_var: float = 0.0
+    overlap: float = 0.0
+    overlap_var: float = 0.0
     gap: float = 0.0
     gap_kl: float = 0.0
     weight: float = 0.0
@@ -83,27 +86,17 @@ class Sums:
 
 
 def sequence_sums(
-    logp_N: Any,
-    entropy_N: Any,
-    var_N: Any,
-    below_N: Any,
-    engine_logp_N: Any,
-    *,
-    seed: Sequence[int],
-    hit_P: Any = (),
-    chance_P: Any = (),
+    logp_N: Any, entropy_N: Any, var_N: Any, before_N: Any, engine_logp_N: Any, *, seed: Sequence[int]
 ) -> Sums:
-    """The N sampled tokens of one sequence (arrays, lists or CPU tensors).
+    """The N sampled tokens of one sequence (arrays, lists or CPU tensors), without what concerns the drafter.
 
-    logp, entropy, var (of log p under p), below (probability of the tokens that come before the sampled one in an order
-    fixed by the context): the trainer's. hit, chance: for P of these tokens, whether the token was the drafter's
-    favourite, and the probability that the trainer gave to it. seed: of v, unique to the sequence.
+    logp, entropy, var (of log p under p), before (probability of the tokens that come before the sampled one, in an
+    order that the context fixes): the trainer's. seed: of v; another one for every sequence.
     """
-    logp, entropy, var, below, engine, hit, chance = (
-        np.asarray(values, dtype=np.float64)
-        for values in (logp_N, entropy_N, var_N, below_N, engine_logp_N, hit_P, chance_P)
+    logp, entropy, var, before, engine = (
+        np.asarray(values, dtype=np.float64) for values in (logp_N, entropy_N, var_N, before_N, engine_logp_N)
     )
-    pit = below + np.random.default_rng(list(seed)).random(len(logp)) * np.exp(logp)
+    pit = before + np.random.default_rng(list(seed)).random(len(logp)) * np.exp(logp)
     log_weight = logp - engine
     gap, weight, num = np.abs(log_weight).sum(), np.exp(log_weight), len(logp)
     return Sums(
@@ -112,10 +105,6 @@ def sequence_sums(
         surprise=float((-logp - entropy).sum()),
         surprise_var=float(var.sum()),
         surprise_sd=float(np.sqrt(var).sum()),
-        proposals=float(len(hit)),
-        hits=float(hit.sum()),
-        chance=float(chance.sum()),
-        chance_var=float((chance * (1 - chance)).sum()),
         gap=float(gap),
         gap_kl=float((weight - 1 - log_weight).sum()),
         weight=float(weight.sum()),
@@ -130,12 +119,12 @@ def sequence_sums(
 # --- one arm ----------------------------------------------------------------------------------------------------
 
 
-def surprise_z(sums: Sums) -> float:
-    return _ratio(sums.surprise, math.sqrt(sums.surprise_var))
+MARTINGALES = {"surprise": "tokens", "favourite": "drafted", "overlap": "drafted"}  # sum -> its number of terms
 
 
-def direction_z(sums: Sums) -> float:
-    return _ratio(sums.hits - sums.chance, math.sqrt(sums.chance_var))
+def z(sums: Sums, name: str) -> float:
+    """Standard normal for a faithful engine; name: one of MARTINGALES."""
+    return _ratio(getattr(sums, name), math.sqrt(getattr(sums, f"{name}_var")))
 
 
 def pit_ks(sums: Sums) -> tuple[float, float]:
@@ -166,48 +155,48 @@ def kolmogorov_p(distance: float, num: float) -> float:
 def absolute_p(sums: Sums, tolerance: float) -> dict[str, float]:
     """p-values of "the engine is within `tolerance` (total variation) of the trainer's distributions".
 
-    A KS distance and a shift of one token's probability are at most the total variation. A temperature that moves a
-    bell-shaped log p by a total variation of t shifts its mean by t sqrt(2 pi) standard deviations.
+    The KS distance and the mean of a term between 0 and 1 move by at most the total variation. A temperature that moves
+    a bell-shaped log p by a total variation of t moves its mean by t sqrt(2 pi) standard deviations.
     """
-    shift = tolerance * math.sqrt(2 * math.pi)
-    return {
-        "surprise": _two_sided(abs(sums.surprise) - shift * sums.surprise_sd, sums.surprise_var),
-        "direction": _two_sided(abs(sums.hits - sums.chance) - tolerance * sums.proposals, sums.chance_var),
-        "pit": kolmogorov_p(max(0.0, pit_ks(sums)[0] - tolerance), sums.tokens),
+    allowed = {
+        "surprise": tolerance * math.sqrt(2 * math.pi) * sums.surprise_sd,
+        "favourite": tolerance * sums.drafted,
+        "overlap": tolerance * sums.drafted,
     }
+    p = {
+        name: _two_sided(abs(getattr(sums, name)) - allowed[name], getattr(sums, f"{name}_var")) for name in MARTINGALES
+    }
+    return p | {"pit": kolmogorov_p(max(0.0, pit_ks(sums)[0] - tolerance), sums.tokens)}
 
 
 # --- speculation on against off ---------------------------------------------------------------------------------
 
 
 def compare(on: Sums, off: Sums) -> dict[str, float]:
-    """z of the differences on - off of mean surprise, mean direction and log mean gap, the ratio of the gaps, the
+    """The differences on - off: z of the means of the martingales and of the log mean gap, the ratio of the gaps, the
     distance between the PIT histograms, and p-values `p_*`. All nothing (0, 1) while an arm is empty."""
-    surprise = _two_sample(on.surprise, on.surprise_var, on.tokens, off.surprise, off.surprise_var, off.tokens)
-    direction = _two_sample(
-        on.hits - on.chance, on.chance_var, on.proposals, off.hits - off.chance, off.chance_var, off.proposals
-    )
-    both = on.tokens > 0 and off.tokens > 0
-    distance = _distance(on.pit, off.pit) if both else 0.0
+    values, p = {}, {}
+    for name, number in MARTINGALES.items():
+        sums, variances, numbers = ([getattr(arm, key) for arm in (on, off)] for key in (name, f"{name}_var", number))
+        values[f"{name}_z"] = _two_sample_z(sums, variances, numbers)
+        p[f"p_{name}"] = _two_sided(abs(values[f"{name}_z"]), 1.0)
+    distance = _distance(on.pit, off.pit) if on.tokens and off.tokens else 0.0
     ratio, gap_sd = _gap_ratio(on, off)
-    beyond = abs(math.log(ratio)) - math.log(GAP_TOLERANCE)
-    return {
-        "surprise_z": surprise,
-        "direction_z": direction,
+    return values | {
         "pit_distance": distance,
         "gap_ratio": ratio,
         "gap_z": _ratio(math.log(ratio), gap_sd),
-        "p_surprise": _two_sided(abs(surprise), 1.0),
-        "p_direction": _two_sided(abs(direction), 1.0),
+        **p,
         "p_pit": kolmogorov_p(distance, _ratio(on.tokens * off.tokens, on.tokens + off.tokens)),
-        "p_gap": _two_sided(beyond, gap_sd**2),
+        "p_gap": _two_sided(abs(math.log(ratio)) - math.log(GAP_TOLERANCE), gap_sd**2),
     }
 
 
-def _two_sample(sum_a: float, var_a: float, num_a: float, sum_b: float, var_b: float, num_b: float) -> float:
-    if not num_a or not num_b:
+def _two_sample_z(sums: Sequence[float], variances: Sequence[float], numbers: Sequence[float]) -> float:
+    if not all(numbers):
         return 0.0
-    return _ratio(sum_a / num_a - sum_b / num_b, math.sqrt(var_a / num_a**2 + var_b / num_b**2))
+    spread = sum(variance / number**2 for variance, number in zip(variances, numbers, strict=True))
+    return _ratio(sums[0] / numbers[0] - sums[1] / numbers[1], math.sqrt(spread))
 
 
 def _gap_ratio(on: Sums, off: Sums) -> tuple[float, float]:
@@ -245,7 +234,7 @@ def pointwise_level(alpha: float, looks: int) -> float:
 
     Sums at neighbouring looks are alike, so this is far above alpha / looks. With evenly growing information the chance
     that some |z_j| >= c is 2 Phi(-c) + c phi(c) sum_j 1/j nu(c / sqrt(j)), j = 2 .. looks, nu(x) = exp(-0.583 x), to a
-    few per cent of alpha (the test computes it exactly); solved for c.
+    tenth of alpha (the test computes it exactly); solved for c.
     """
     low, high = 0.0, 40.0
     for _ in range(60):
@@ -278,7 +267,7 @@ class Monitor:
     ) -> None:
         self.window = min(window, steps)
         self.tolerance, self.absolute = tolerance, absolute
-        num_tests = (6 if absolute else 0) + 4
+        num_tests = 5 + (8 if absolute else 0)
         self.level = pointwise_level(alpha / num_tests / math.ceil(steps / self.window), self.window)
         self.look, self.on, self.off = 0, Sums(), Sums()
 
@@ -295,7 +284,7 @@ class Monitor:
             if not arm.tokens:
                 continue
             values |= {f"{name}.{key}": value for key, value in gap_means(arm).items()}
-            values |= {f"{name}.surprise_z": surprise_z(arm), f"{name}.direction_z": direction_z(arm)}
+            values |= {f"{name}.{key}_z": z(arm, key) for key in MARTINGALES}
             values |= {f"{name}.pit_distance": pit_ks(arm)[0], f"{name}.tokens": arm.tokens}
             if self.absolute:
                 p |= {f"{name}.{key}": value for key, value in absolute_p(arm, self.tolerance).items()}
@@ -311,7 +300,8 @@ class Monitor:
 
 MEANING = {
     "surprise": "tokens are more or less likely than the policy's own entropy allows (a temperature or truncation)",
-    "direction": "the drafter's favourite token comes more or less often than the policy gives it",
+    "favourite": "the drafter's favourite token comes more or less often than the policy gives it",
+    "overlap": "tokens that the drafter likes come more or less often than the policy gives them",
     "pit": "sampled tokens do not fill the policy's distribution evenly",
     "gap": "engine and trainer log-probabilities are further apart with speculation than without",
 }
