@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from draftkit.models import HUB_FILES, native_bf16
 from draftkit.recipe import PolicySection, Recipe
 from draftkit.rl.grpo import TokenBatch
 from draftkit.rl.token_model import Padded, Tokens, load, pad, statistics_of
-from draftkit.types import Sampling, Trajectory
+from draftkit.types import Sampling
 
 STATE, TAG = "policy.json", "deepspeed"  # what `save_state` writes: the first one last
 PER_TOKEN, TEACHER = ("logp", "entropy", "var", "cdf"), ("lse", "max", "top")
@@ -51,14 +52,14 @@ LossFunction = Callable[[torch.Tensor, TokenBatch], tuple[torch.Tensor, dict[str
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The log-probability forward of some trajectories, in their order.
+    """The log-probability forward of some sequences, in their order.
 
     logp, entropy, var, cdf: `TokenStatistics` of every sampled token, float32 [T] on the CPU, 0 elsewhere; ref_logp:
     the reference policy's, None without one. states: as `data.capture.Verifier.states` gives them, None unless asked
     for; with `document` this serves as a States.
     """
 
-    documents: Sequence[Trajectory]
+    documents: Sequence[Tokens]
     logp: list[torch.Tensor]
     entropy: list[torch.Tensor]
     var: list[torch.Tensor]
@@ -99,6 +100,7 @@ class Update:
 
 
 def samples(scores: Scores, advantages: Sequence[float]) -> list[Sample]:
+    """Of scored trajectories."""
     return [
         Sample(
             t.tokens,
@@ -174,6 +176,8 @@ def _deepspeed() -> ModuleType:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
+    # torch 2.13 has new names for two collectives that DeepSpeed 0.19 calls.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
 
 
@@ -269,12 +273,12 @@ class Policy:
 
     # ---- the log-probability forward ----
 
-    def score(self, trajectories: Sequence[Trajectory], *, capture: bool = False) -> Scores:
+    def score(self, documents: Sequence[Tokens], *, capture: bool = False) -> Scores:
         """Statistics of the sampled tokens; with `capture` also the drafter's states, on the policy's device."""
         scored: dict[int, dict[str, torch.Tensor]] = {}
         states: dict[int, dict[str, torch.Tensor]] = {}
-        for members in self._rounds(trajectories):
-            padded = pad([trajectories[i] for i in members] or [NOTHING], teacher=capture, device=self.device)
+        for members in self._rounds(documents):
+            padded = pad([documents[i] for i in members] or [NOTHING], teacher=capture, device=self.device)
             self._taps.active = capture
             last_BTH, read = statistics_of(self._engine, padded)
             self._taps.active = False
@@ -284,16 +288,16 @@ class Policy:
                 columns["ref_logp"] = _at_places(theirs.logp, padded)
             aux_BTF = self._taps.take() if capture else None
             for row, i in enumerate(members):
-                length, mask = len(trajectories[i].tokens), torch.tensor(trajectories[i].mask, device=self.device)
+                length, mask = len(documents[i].tokens), torch.tensor(documents[i].mask, device=self.device)
                 own = {name: column_BT[row, :length] for name, column_BT in columns.items()}
                 # A token's statistics stand at the state before it, where it was predicted.
                 scored[i] = {name: (own[name].roll(1) * mask).cpu() for name in own if name not in TEACHER}
                 if capture:
                     states[i] = {"aux": aux_BTF[row, :length].contiguous(), "last": last_BTH[row, :length].contiguous()}
                     states[i] |= {name: own[name] * mask for name in TEACHER}
-        order = range(len(trajectories))
+        order = range(len(documents))
         return Scores(
-            trajectories,
+            documents,
             **{name: [scored[i][name] for i in order] for name in PER_TOKEN},
             ref_logp=None if self._reference is None else [scored[i]["ref_logp"] for i in order],
             states=[states[i] for i in order] if capture else None,
@@ -308,6 +312,7 @@ class Policy:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         rounds, sums = self._rounds(batch), {}
+        assert rounds, "no process has a sequence to learn from"
         self._checkpoint_layers(True)
         for number, members in enumerate(rounds):
             self._engine.set_gradient_accumulation_boundary(number == len(rounds) - 1)
