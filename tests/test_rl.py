@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from draftkit.recipe import load_recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
-REWARD = '''"""Rewards answers that use the letter e, which a random model does often enough."""
+REWARD = '''"""The share of lower-case letters: a random model's answers differ in it, so that every group teaches."""
 
 
 def score(prompt, text):
-    return text.count("e") / max(1, len(text))
+    return sum("a" <= c <= "z" for c in text) / max(1, len(text))
 '''
 SMALL = [
     "engine.max_model_len=128",
@@ -157,3 +157,20 @@ def test_bad_input(draftkit: Command, words: list[str], tmp_path: Path, given: l
 def test_the_default_recipe_is_the_rl_quickstart() -> None:
     recipe, _ = load_recipe("rl-quickstart")
     assert recipe.spec.method == "eagle3" and recipe.warmup.steps > 0
+
+
+@pytest.mark.engine
+def test_two_processes_train_one_policy_with_an_engine_each(
+    draftkit: Command, words: list[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+    options = ["--steps", "2", "--k", "2", "policy.zero_stage=3", "--out", "two"]
+    done = subprocess.run(
+        [*command, "-m", "draftkit", *words, *options], cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    _, *rows = rows_of(tmp_path / "two")
+    assert [row["policy_version"] for row in rows] == [0, 1]
+    assert all(row["canary"]["ok"] for row in rows), [row["canary"]["cause"] for row in rows]
+    assert all(row["response_tokens"] > 4 * 12 for row in rows), "only one rank's rollouts were counted"
+    assert (tmp_path / "two" / "policy" / "model.safetensors").exists()

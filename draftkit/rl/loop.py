@@ -144,7 +144,9 @@ class Loop:
         self.actors.engine.step_log()  # from here on
         if resumed:
             say(f"resumed after step {self.done} of {r.steps}")
+            versions = self.actors.publisher.state()  # the engine is new, the weights are not
             self._publish(policy=True, drafter=self.actors.drafter is not None)
+            self.actors.publisher.load(versions)
         else:
             self._begin()
         self.clock.lap()
@@ -181,6 +183,9 @@ class Loop:
         rolled = self._take()
         rolled, dropped = self._useful(rolled)
         trajectories = rolled.trajectories
+        if torch.cuda.is_available() and not self.pipeline.overlapped:
+            with clock("sync"):
+                actors.publisher.sleep()  # the trainer may have the GPU's memory until the publish
 
         # ---- advantages ----
         shaped = [t.reward + self._penalty(t) for t in trajectories]
