@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import random
 import re
+import shutil
 
 import pytest
+import tiny
 import torch
-from conftest import TINY_VOCAB, write_tiny_verifier
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from draftkit.data.batch import slot_runs
 from draftkit.data.data_recipe import load_data_recipe
@@ -19,7 +21,7 @@ from draftkit.recipe import Recipe
 from draftkit.rl.prompts import PromptStream, open_prompts
 from draftkit.rl.rollout import acceptance_by_turn, collect, document
 from draftkit.rl.template import ChatTemplate, worked_document
-from draftkit.types import Document, Generation, Prompt, SpecCounters
+from draftkit.types import Document, Generation, Prompt, SpecConfig, SpecCounters
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -349,42 +351,63 @@ def test_prompts_are_those_of_prepare(tokenizer, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------- on a real engine
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("method", ["none", "ngram"])
-def test_multi_turn_rollouts_of_a_real_engine(tmp_path, method):
-    """Log-probabilities and mask against a float32 forward over the whole record: a shift by one would not pass."""
-    from draftkit.engine import Engine
-    from draftkit.types import SpecConfig
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 :;+-*/=()<>_.,!?"
 
-    model = write_tiny_verifier(tmp_path / "model")
-    tokenizer = load_tokenizer(model)
+
+@pytest.fixture(scope="module")
+def talking_verifier(tmp_path_factory):
+    """tiny.py's verifier, whose drafter is trained, with a tokenizer of single characters; token 0 ends a turn."""
+    path = tmp_path_factory.mktemp("talk") / "verifier"
+    shutil.copytree(tiny.verifier_dir(), path)
+    known = {"<eos>": 0} | {c: i for i, c in enumerate(CHARACTERS, 1)}
+    known |= {chr(0x4E00 + i): i for i in range(len(known), tiny.VOCAB)}  # none of which holds a stop string
+    characters = Tokenizer(models.WordLevel(known, "?"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    chat = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", chat_template=chat).save_pretrained(path)
+    return path
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+def test_multi_turn_rollouts_of_a_real_engine(talking_verifier, method):
+    """Tokens, mask and log-probabilities against a float32 forward over the whole record."""
+    from draftkit.engine import Engine
+
+    tokenizer, stops = load_tokenizer(talking_verifier), "aeiou0246"
     settings = recipe(
         engine={"max_model_len": 160, "max_num_seqs": 32, "kv_cache_gib": 1},
-        sampling={"n": 4, "max_tokens": 24, "stop": ["e", "a", "o", "t", "i"]},
-        spec={"method": method, "k": 3},
+        sampling={"n": 8, "max_tokens": 24, "stop": list(stops)},
+        spec={"method": method, "k": tiny.K},
     )
-    spec = None if method == "none" else SpecConfig("ngram", None, 3)
-    with Engine(model, recipe_engine=settings.engine, spec=spec) as engine:
+    spec = None if method == "none" else SpecConfig(method, str(tiny.drafter_dir()), tiny.K)
+    with Engine(talking_verifier, recipe_engine=settings.engine, spec=spec) as engine:
         collected = run(tokenizer, engine, talk(2), settings)
         again = run(tokenizer, engine, talk(2), settings)
-    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    assert {len(t.turns) for t in collected.trajectories} >= {1, 3}
+
+    exact = tiny.load_exact(talking_verifier)
+    errors, errors_if_shifted = [], []
     for t in collected.trajectories:
         with torch.no_grad():
             logits = exact(torch.tensor([t.tokens])).logits[0, :-1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(t.tokens[1:]).unsqueeze(1)).squeeze(1)
         mask, logp = torch.tensor(t.mask[1:]), torch.tensor(t.engine_logp[1:])
-        assert (expected - logp)[mask].abs().max() < 0.15 and logp[~mask].eq(0).all() and not t.mask[0]
-        assert expected[mask].std() > 1  # so that a neighbour's log-probability would be far off
-        assert sum(u.last - u.first for u in t.turns) == sum(t.mask)
-        for turn, following in zip(t.turns, t.turns[1:], strict=False):
+        errors += (expected - logp)[mask].abs().tolist()
+        errors_if_shifted += (expected.roll(1) - logp)[mask].abs().tolist()
+        assert not t.mask[0] and logp[~mask].eq(0).all()
+        assert [i for u in t.turns for i in range(u.first, u.last)] == [i for i, m in enumerate(t.mask) if m]
+        for number, (turn, following) in enumerate(zip(t.turns, t.turns[1:], strict=False), 1):
+            said = tokenizer.decode(t.tokens[turn.first : turn.last]).split()
             assert turn.finish_reason == "stop"
-            said = tokenizer.decode(t.tokens[turn.first : turn.last])
-            assert said.endswith("<eos>") or (said[-1] in "eaoti" and not set(said[:-1]) & set("eaoti"))
-            number = t.turns.index(following)
-            assert tokenizer.decode(t.tokens[turn.last : following.first]).replace(" ", "") == f"result{number}:"
-    if method == "ngram":
-        assert acceptance_by_turn(collected.trajectories)[0].num_drafts > 0
+            assert said[-1] in {"<eos>", *stops} and not set(said[:-1]) & {"<eos>", *stops}
+            between = tokenizer.decode(t.tokens[turn.last : following.first]).replace(" ", "")
+            assert between == f";tool:result{number};assistant:"
+    assert sum(errors) / len(errors) < 0.05 and sum(errors_if_shifted) / len(errors_if_shifted) > 0.5
+    assert {len(t.turns) for t in collected.trajectories} >= {1, 2, 3}
+    by_turn = acceptance_by_turn(collected.trajectories)
+    assert len(by_turn) == 3 and all((c.num_accepted > 0) == (method != "none") for c in by_turn)
     same = [a.tokens == b.tokens for a, b in zip(collected.trajectories, again.trajectories, strict=True)]
     assert sum(same) >= 0.8 * len(same)
-    assert max(max(t.tokens) for t in collected.trajectories) < TINY_VOCAB

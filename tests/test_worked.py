@@ -95,6 +95,17 @@ def test_every_line_of_the_other_tasks_is_true():
         assert forth.replace(" ", "") == back.replace(" ", "")[::-1] == prompt.answer[::-1]
 
 
+@pytest.mark.parametrize(("name", "tool"), [("chain-sum-steps", False), ("calculator", True)])
+def test_every_prompt_of_the_shipped_recipes_has_one(name, tool):
+    recipe = load_data_recipe(name)
+    recipe = recipe.model_copy(update={"tasks": [t.model_copy(update={"size": 60}) for t in recipe.tasks]})
+    prompts, _ = read_prompts(read_rows(recipe), recipe)
+    examples = worked_examples(prompts, tool)
+    assert len(examples) == len(prompts)
+    num_turns = {sum(m["role"] == "assistant" for m in answer) for _, answer in examples}
+    assert num_turns == ({2, 3, 4} if tool else {1})
+
+
 # ------------------------------------------------------------------------------------------------ solutions of rows
 
 
