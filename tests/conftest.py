@@ -6,8 +6,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,9 @@ from draftkit.data.prompts import Split, to_jsonl
 from draftkit.data.shards import PROMPTS, SHARDS, describe_file, write_manifest, write_shard
 from draftkit.models import fingerprint, resolve_model
 from draftkit.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from draftkit.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -111,6 +115,43 @@ def draftkit(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[Engine]:
+    """An engine of `tiny`'s verifier that does not speculate. What a test changes in it, it puts back."""
+    import tiny
+
+    from draftkit.engine import Engine
+
+    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def spec() -> Iterator[Engine]:
+    """The same with `tiny`'s trained drafter and greedy drafts."""
+    import tiny
+
+    from draftkit.engine import Engine
+    from draftkit.types import SpecConfig
+
+    config = SpecConfig("eagle3", str(tiny.drafter_dir()), tiny.K)
+    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION, spec=config) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def sampled_drafts() -> Iterator[Engine]:
+    """The same with drafts sampled from q."""
+    import tiny
+
+    from draftkit.engine import Engine
+    from draftkit.types import SpecConfig
+
+    config = SpecConfig("eagle3", str(tiny.drafter_dir()), tiny.K, draft_sample_method="probabilistic")
+    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION, spec=config) as engine:
+        yield engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,11 +40,11 @@ def test_slot_sums_are_loops_over_the_vocabulary(monkeypatch, temperature, chunk
         overlap += a[token[r]] - mean
         overlap_var += sum(p[v] * (a[v] - mean) ** 2 for v in range(VOCAB))
         best = max(range(VOCAB), key=q.__getitem__)
-        favourite += (token[r] == best) - p[best]
+        favourite += (int(token[r]) == best) - p[best]
         favourite_var += p[best] * (1 - p[best])
     assert -1 in draft_id and (draft_id >= 0).any()
     assert got.drafted == SLOTS and got.tokens == 0
-    assert (got.favourite, got.favourite_var) == pytest.approx((float(favourite), favourite_var), abs=1e-12)
+    assert (got.favourite, got.favourite_var) == pytest.approx((favourite, favourite_var), abs=1e-12)
     assert (got.overlap, got.overlap_var) == pytest.approx((overlap, overlap_var), abs=1e-12)
 
 

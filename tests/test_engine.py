@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 
 from draftkit.engine import Engine, self_tests
 from draftkit.errors import UserError
-from draftkit.types import Generation, Sampling, SpecConfig, SpecCounters
+from draftkit.types import Generation, Sampling, SpecCounters
 
 NUM_ANSWERS, ALPHA = 3000, 1e-4
 PROMPT = tiny.prompts(1)[0]
@@ -33,19 +32,6 @@ TIE = 0.15  # logits; bfloat16 keeps 8 bits, and the best logits of this model a
 @pytest.fixture(scope="module")
 def exact():
     return tiny.load_exact(tiny.verifier_dir())
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Engine]:
-    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def spec() -> Iterator[Engine]:
-    config = SpecConfig("eagle3", str(tiny.drafter_dir()), tiny.K)
-    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION, spec=config) as engine:
-        yield engine
 
 
 def total(generations: list[Generation]) -> SpecCounters:
@@ -101,10 +87,8 @@ def test_plain_decoding_samples_from_the_verifier(plain, exact):
 
 
 @pytest.mark.engine
-def test_sampled_drafts_sample_from_the_verifier(exact):
-    config = SpecConfig("eagle3", str(tiny.drafter_dir()), tiny.K, draft_sample_method="probabilistic")
-    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION, spec=config) as engine:
-        tokens, counters = sampled(engine, 1.0)
+def test_sampled_drafts_sample_from_the_verifier(sampled_drafts, exact):
+    tokens, counters = sampled(sampled_drafts, 1.0)
     assert 0.2 < counters.survival(1)[0] < 0.9
     assert tiny.goodness_of_fit(tokens, tiny.exact_joint(exact, PROMPT, 1.0)) > ALPHA
 
@@ -138,7 +122,8 @@ from draftkit.errors import RunFailed
 from draftkit.train.parity import check_parity
 from draftkit.types import SpecConfig
 
-engine.faults.cure_sampling = lambda: False
+engine.faults.cure_sampling = engine.faults.cure_draft_seeds = lambda: False
+engine.weights.repack_tied_heads = lambda module: []
 
 checks = {one["name"]: one for one in engine.self_tests()}
 spec = SpecConfig("eagle3", str(drafter_dir), tiny.K)
@@ -191,6 +176,9 @@ def test_without_the_cure_doctor_says_why(uncured):
     assert "expand_batch_to_tokens(torch.float32) returned" in fault["detail"]
     fault = uncured["checks"]["speculative sampling with top-k"]
     assert not fault["ok"] and "apply_top_k_top_p fails on no rows" in fault["detail"]
+    fault = uncured["checks"]["seeds of sampled drafts"]
+    assert not fault["ok"] and "differ from one time to the next" in fault["detail"]
+    assert not uncured["checks"]["weight update of a tied LM head"]["ok"]
 
 
 @pytest.mark.engine
@@ -200,9 +188,10 @@ def test_without_the_cure_a_training_run_does_not_call_itself_finished(uncured):
 
 @pytest.mark.engine
 def test_with_the_cures_doctor_finds_no_fault_left(plain):
-    sampling, top_k, reload = self_tests()
-    assert sampling["ok"] and top_k["ok"] and reload["ok"]
+    sampling, top_k, seeds, reload, tied = self_tests()
+    assert all(one["ok"] for one in (sampling, top_k, seeds, reload, tied))
     assert "load_weights fails on a running engine" in reload["detail"] and "layerwise reload" in reload["cure"]
+    assert "leaves the old head" in tied["detail"] and "packed again" in tied["cure"]
 
 
 # ---- weights of a running engine ---------------------------------------------------------------------------------

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 
+from draftkit.data.capture import StreamedStates, collate
 from draftkit.drafters import losses
 from draftkit.drafters.losses import Teacher, drafter_loss
+from draftkit.engine import Engine
+from draftkit.train.documents import document
+from draftkit.types import Sampling, SpecConfig
 
 ROWS, STEPS, HIDDEN, VOCAB, DECAY = 23, 3, 6, 40, 0.8
 CHOSEN = torch.tensor([0, 3, 4, 7, 11, 12, 20, 21, 22, 31, 39])  # the draft vocabulary
@@ -162,3 +167,45 @@ def test_no_gradient_is_computed_for_evaluation(monkeypatch):
     loud, _ = case.fused(with_sampled=True)
     assert case.head.shape in made
     assert quiet == loud.detach() and not quiet.requires_grad
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("temperature", [0.5, 1.6])
+def test_an_engine_tempers_sampled_drafts_as_the_loss_does(temperature):
+    """First drafts accepted in vLLM, round by round, against sum min(p, q) of the same rounds: at the temperature for
+    the drafter as well, it fits; without it, it does not."""
+    drafter, verifier = tiny.trained_drafter(), tiny.verifier()
+    spec = SpecConfig("eagle3", str(tiny.drafter_dir()), 1, "probabilistic")
+    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION, spec=spec) as engine:
+        trace = engine.trace_drafts()
+        sampling = Sampling(temperature=temperature, max_tokens=64, ignore_eos=True, seed=1)
+        answers = engine.generate(tiny.prompts(96, seed=3), sampling)
+    proposed: dict[int, list[int]] = {i: [] for i in range(len(answers))}
+    for request, tokens in trace:
+        proposed[int(request.split("-")[0])].append(tokens[0])
+
+    docs = [document(a, 1000) for a in answers]
+    batch = collate(StreamedStates(verifier, docs, keep=len(docs)), range(len(docs)), 1)
+    p = ((batch.last_NH[batch.slot_R + 1] @ verifier.head_VH.T).double() / temperature).softmax(-1)
+    with torch.no_grad():
+        logits = (drafter(batch)[0] @ drafter.lm_head.weight.to(batch.aux_NF.dtype).T).double()
+    rows, accepted, row = [], [], 0
+    for i, (answer, (_, first, last)) in enumerate(zip(answers, batch.segments, strict=True)):
+        at = 0
+        for token in proposed[i]:
+            if at >= last - first:
+                break
+            rows.append(row + at)
+            accepted.append(token == answer.response_ids[at + 1])
+            at += 1 + accepted[-1]
+        row += last - first
+    hits = torch.tensor(accepted, dtype=torch.float64)
+
+    def z(drafts_at: float) -> float:
+        q = torch.zeros_like(p)
+        q[:, drafter.draft_to_target_D] = (logits / drafts_at).softmax(-1)
+        chance = torch.minimum(p, q).sum(-1)[rows]
+        return float((hits - chance).sum() / (chance * (1 - chance)).sum().sqrt())
+
+    assert len(rows) > 3000 and abs(z(temperature)) < 4
+    assert abs(z(1.0)) > 6

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from draftkit.data.batch import plan_epoch
-from draftkit.data.capture import StreamedStates, Verifier, collate
+from draftkit.data.capture import StreamedStates, Verifier, collate, state_dtype
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from draftkit.drafters.export import export
 from draftkit.drafters.losses import drafter_loss
@@ -172,7 +172,7 @@ def verifier_dir() -> Path:
 
 @functools.cache
 def verifier() -> Verifier:
-    return Verifier(verifier_dir(), default_aux_layers(LAYERS), 1.0)
+    return Verifier(verifier_dir(), default_aux_layers(LAYERS), 1.0, state_dtype("cpu"))
 
 
 @functools.cache
@@ -242,3 +242,27 @@ def greedy_regret(model: LlamaForCausalLM, prompt: Sequence[int], response: Sequ
     logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
     return float((logits.max(-1).values - chosen).max())
+
+
+# ---- a policy in training, without the training -----------------------------------------------------------------
+
+
+class TinyPolicy:
+    """The saved verifier's weights in bfloat16, to be changed and published, and the states that scoring captures."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = {name: t.clone() for name, t in AutoModelForCausalLM.from_pretrained(path).state_dict().items()}
+        self._verifier = Verifier(path, default_aux_layers(LAYERS), 1.0, state_dtype("cpu"))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+
+    def scale(self, factor: float) -> None:
+        """Another policy."""
+        for name, tensor in self.tensors.items():
+            if tensor.dim() == 2:
+                self.tensors[name] = tensor * factor
+        self._verifier.model.load_state_dict(self.tensors)
+
+    def rescore(self, documents: Sequence[Document]) -> StreamedStates:
+        return StreamedStates(self._verifier, documents, keep=len(documents))

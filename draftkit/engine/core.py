@@ -1,36 +1,37 @@
-"""`Engine`: a vLLM engine in this process: generate, count, change k live, publish weights.
+"""`Engine`: a vLLM engine in this process: generate, count, change k live, publish weights, show what it holds.
 
 One process holds every engine (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): a plain and a speculative one take turns, so that
-arms of a comparison interleave within seconds.
+arms of a comparison interleave within seconds. Another library's torch.distributed may live there too: an engine uses a
+group of one process that exists, and leaves it when it closes.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftkit.console import say_once
-from draftkit.engine import faults
+from draftkit.engine import faults, methods
+from draftkit.engine import weights as publishing
+from draftkit.engine.steps import StepRecorder
 from draftkit.errors import UserError
 from draftkit.models import native_bf16
 from draftkit.recipe import EngineSection
-from draftkit.types import Generation, Sampling, SpecConfig, SpecCounters
+from draftkit.types import EngineStep, Generation, Sampling, SpecConfig, SpecCounters
 
 if TYPE_CHECKING:
     import torch
 
-VLLM_METHOD = {"eagle3": "eagle3", "draft_model": "draft_model", "mtp": "mtp", "ngram": "ngram"}
-NGRAM_LOOKUP_MAX = 4
+CPU_BLOCK = 32  # tokens of a prefix-cache block on CPU; vLLM's 128 would never hit on prompts of an RL run
 
 
 def prepare_environment(recipe: EngineSection) -> None:
     """Settings that vLLM reads once, at import or at engine start. A value the user exported wins."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the one with a drafter that can be paused and reloaded
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(recipe.kv_cache_gib)))
@@ -39,65 +40,77 @@ def prepare_environment(recipe: EngineSection) -> None:
 class Engine:
     """A vLLM engine in this process.
 
-    model: directory of the verifier. spec: None for plain decoding. Prefix caching is off: rollouts of one prompt
-    must not be faster because another arm ran before. Raises UserError when the drafter cannot be served.
+    model: directory of the verifier. spec: None for plain decoding. can_sleep: make `sleep` possible on a GPU, where
+    only one such engine fits into a process. Raises UserError when the drafter cannot be served.
     """
 
     def __init__(
-        self, model: str | Path, *, recipe_engine: EngineSection, spec: SpecConfig | None = None, seed: int = 0
+        self,
+        model: str | Path,
+        *,
+        recipe_engine: EngineSection,
+        spec: SpecConfig | None = None,
+        seed: int = 0,
+        can_sleep: bool = False,
     ) -> None:
         prepare_environment(recipe_engine)
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
+        self.device = "cpu" if current_platform.is_cpu() else current_platform.device_type
+        if self.device == "cpu":
             faults.register_kernels_once()
             faults.cure_sampling()
+        faults.cure_draft_seeds()
+        if spec is not None:
+            methods.check_lossless(spec)
         self.spec = spec
         self.max_model_len = recipe_engine.max_model_len
         self.max_num_seqs = recipe_engine.max_num_seqs
+        self._tensor_parallel = recipe_engine.tensor_parallel_size
+        self._can_sleep = can_sleep
+        self.between_steps: Callable[[], None] = lambda: None  # may raise, to end a call of generate
+        self._counters = SpecCounters()
+        self._llm = LLM(**self._settings(str(model), recipe_engine, seed))
+        if spec is not None:
+            methods.check_served_lossless(self._llm.llm_engine.vllm_config.speculative_config)
+        drafter = getattr(self._runner, "drafter", None) if spec is not None and self._tensor_parallel == 1 else None
+        self._steps = StepRecorder(self._scheduler, drafter)
+
+    def _settings(self, model: str, recipe: EngineSection, seed: int) -> dict[str, Any]:
         settings: dict[str, Any] = dict(
-            model=str(model),
+            model=model,
             seed=seed,
-            max_model_len=recipe_engine.max_model_len,
-            max_num_seqs=recipe_engine.max_num_seqs,
-            enforce_eager=not recipe_engine.compiled,
-            tensor_parallel_size=recipe_engine.tensor_parallel_size,
-            enable_prefix_caching=False,
+            max_model_len=recipe.max_model_len,
+            max_num_seqs=recipe.max_num_seqs,
+            enforce_eager=not recipe.compiled,
+            tensor_parallel_size=recipe.tensor_parallel_size,
+            enable_prefix_caching=recipe.prefix_caching,
             skip_tokenizer_init=not (Path(model) / "tokenizer_config.json").exists(),
             disable_log_stats=False,
             use_tqdm_on_load=False,
             generation_config="vllm",  # the recipe's sampling settings, never defaults of the checkpoint
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, as importance weights need
         )
-        if current_platform.is_cpu():
+        if self.device == "cpu":
             # A fourth fault of 0.32: a seeded request whose prompt is split over two steps rewinds its generator by an
             # offset that CPU generators do not have. Prompts are therefore never split.
             settings["enable_chunked_prefill"] = False
+            settings["max_num_batched_tokens"] = max(4096, recipe.max_model_len)
+            if recipe.prefix_caching:
+                settings["block_size"] = CPU_BLOCK
             if not native_bf16():
                 settings["dtype"] = "float32"
                 say_once("this CPU does not multiply bfloat16 natively: the engine computes in float32.")
-            settings["max_num_batched_tokens"] = max(4096, recipe_engine.max_model_len)
         else:
-            settings["gpu_memory_utilization"] = recipe_engine.gpu_memory_utilization
-        if spec is not None:
-            settings["speculative_config"] = self._speculative_config(spec)
+            settings["gpu_memory_utilization"] = recipe.gpu_memory_utilization
+            settings["enable_sleep_mode"] = self._can_sleep
+            if self._tensor_parallel > 1:
+                settings["weight_transfer_config"] = {"backend": "ipc"}
+        if self.spec is not None:
+            settings["speculative_config"] = methods.speculative_config(self.spec, recipe.max_num_seqs)
             settings["per_request_spec_decode_metrics"] = "summary"
-        self._counters = SpecCounters()
-        self._llm = LLM(**settings)
-        _OPEN.add(self)
-
-    def _speculative_config(self, spec: SpecConfig) -> dict[str, Any]:
-        if spec.method not in VLLM_METHOD:
-            raise UserError(f"speculative method '{spec.method}' is not known.", f"Use one of {sorted(VLLM_METHOD)}.")
-        config: dict[str, Any] = {"method": VLLM_METHOD[spec.method], "num_speculative_tokens": spec.k}
-        if spec.method == "ngram":
-            config["prompt_lookup_max"] = NGRAM_LOOKUP_MAX
-        else:
-            config["model"] = str(spec.model)
-            config["draft_sample_method"] = spec.draft_sample_method
-        # A schedule, even a constant one, is what lets `set_k` change the draft length of a running engine.
-        config["num_speculative_tokens_per_batch_size"] = [(1, self.max_num_seqs, spec.k)]
-        return config
+        return settings
 
     # ---- generate -----------------------------------------------------------------------------------------------
 
@@ -125,11 +138,12 @@ class Engine:
                 self._llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": list(prompt)}, params[i])
             while self._llm.llm_engine.has_unfinished_requests():
                 before = len(finished)
-                for output in self._llm.llm_engine.step():
+                for output in self._steps.timed(self._llm.llm_engine.step):
                     if output.finished:
                         finished[int(output.request_id.split("-")[0])] = self._generation(output)
                 if progress is not None and len(finished) > before:
                     progress(len(finished) - before)
+                self.between_steps()
         except BaseException:
             # Ctrl-C in the middle, or a prompt that vLLM refuses: leftovers would mix into the next call.
             self._llm.llm_engine.abort_request([str(i) for i in range(len(prompts)) if i not in finished])
@@ -138,6 +152,7 @@ class Engine:
 
     def _params(self, prompt: Sequence[int], s: Sampling) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         # The drafter looks k + 1 tokens past the last one: stay that far from the end of the context.
         room = self.max_model_len - len(prompt) - ((self.spec.k + 1) if self.spec else 0)
@@ -156,6 +171,9 @@ class Engine:
             seed=s.seed if s.temperature > 0 else None,
             ignore_eos=s.ignore_eos,
             detokenize=bool(s.stop),
+            logprobs=0 if s.logprobs else None,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _generation(self, output: Any) -> Generation:
@@ -169,9 +187,11 @@ class Engine:
             response_ids=tuple(completion.token_ids),
             finish_reason=completion.finish_reason or "",
             spec=spec,
+            logprobs=_sampled_logprobs(completion),
+            num_cached=output.num_cached_tokens or 0,
         )
 
-    # ---- speculation --------------------------------------------------------------------------------------------
+    # ---- the parts of vLLM that live in this process ------------------------------------------------------------
 
     @property
     def _core(self) -> Any:
@@ -183,60 +203,72 @@ class Engine:
 
     @property
     def _runner(self) -> Any:
+        if self._tensor_parallel > 1:
+            raise UserError(
+                "a tensor-parallel engine keeps its model in other processes: this needs the model in this one.",
+                "Set engine.tensor_parallel_size to 1.",
+            )
         return self._core.model_executor.driver_worker.worker.model_runner
 
+    @property
+    def _draft_model(self) -> Any | None:
+        return self._runner.get_draft_model() if self.spec is not None else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine rounds published weights to."""
+        return self._llm.llm_engine.vllm_config.model_config.dtype
+
+    # ---- speculation --------------------------------------------------------------------------------------------
+
     def set_k(self, k: int) -> None:
-        """Draft k tokens a round from now on, 1 <= k <= spec.k. (0 would still pay for a draft forward: use a plain
-        engine as the k = 0 arm.)"""
-        assert self.spec is not None and 1 <= k <= self.spec.k, k
-        self._scheduler.dynamic_sd_lookup = [k] * len(self._scheduler.dynamic_sd_lookup)
+        """Draft k tokens a round from the next `generate` on, 0 <= k <= spec.k. 0 is plain decoding: the drafter does
+        not run at all."""
+        assert self.spec is not None and 0 <= k <= self.spec.k, k
+        self._set_lookup([k] * len(self._scheduler.dynamic_sd_lookup))
 
     def set_schedule(self, schedule: Sequence[Sequence[int]]) -> None:
-        """[[lo, hi, k], ...]: k by the number of running requests, as `num_speculative_tokens_per_batch_size`."""
+        """[[lo, hi, k], ...]: k by the number of running requests, as `num_speculative_tokens_per_batch_size`. Where
+        some k is 0 and another is not, the drafter runs once a step at k = 0, to keep its cache in step."""
         from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
         assert self.spec is not None
-        self._scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
-            [tuple(row) for row in schedule],
-            vllm_max_batch_size=self.max_num_seqs,
-            vllm_num_speculative_tokens=self.spec.k,
+        self._set_lookup(
+            build_dynamic_sd_schedule_lookup(
+                [tuple(row) for row in schedule],
+                vllm_max_batch_size=self.max_num_seqs,
+                vllm_num_speculative_tokens=self.spec.k,
+            )
         )
+
+    def _set_lookup(self, lookup: list[int]) -> None:
+        assert not self._llm.llm_engine.has_unfinished_requests(), "k changes between two calls of generate only"
+        paused = not any(lookup[1:])
+        if self._steps.paused and not paused:
+            self._llm.reset_prefix_cache()  # what was cached meanwhile has no drafter states
+        self._steps.paused = paused
+        self._scheduler.dynamic_sd_lookup = lookup
 
     def counters(self) -> SpecCounters:
         """Cumulative counters of finished requests since the engine started; subtract two snapshots. Summed here from
         the per-request records: vLLM's own counters are global to the process and mix the engines living in it."""
         return self._counters
 
-    def time_parts(self) -> dict[str, float]:
-        """Cumulative seconds spent drafting and in engine steps since `start_timing`: {"draft_s", "step_s"}.
+    def step_log(self) -> list[EngineStep]:
+        """Every engine step since the last call; the first call starts recording."""
+        return self._steps.take()
 
-        Wraps the drafter's `propose` on this engine only. On CPU the calls are synchronous, so wall time is exact.
-        """
-        if not hasattr(self, "_times"):
-            self._times = {"draft_s": 0.0, "step_s": 0.0}
-            if getattr(self._runner, "drafter", None) is not None:
-                _timed(self._runner.drafter, "propose", self._times, "draft_s")
-            _timed(self._core, "step_fn", self._times, "step_s")
-        return dict(self._times)
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """Layers of the verifier whose states the drafter is given, as the running model has them; None when it is
+        given none."""
+        from vllm.model_executor.models.interfaces import EagleModelMixin
 
-    # ---- weights ------------------------------------------------------------------------------------------------
-
-    def load_verifier(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the running verifier's weights in place (checkpoint names). `load_weights` alone would apply part of
-        them and then fail on CPU, whose linear layers are packed: the layerwise reload unpacks and packs again."""
-        self._runner.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
-        self._llm.reset_prefix_cache()
-
-    def load_drafter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the running drafter's weights in place (checkpoint names)."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        assert self.spec is not None and self.spec.method != "ngram"
-        module = self._runner.drafter.model
-        initialize_layerwise_reload(module)
-        module.load_weights(iter(weights))
-        finalize_layerwise_reload(module, self._runner.vllm_config.speculative_config.draft_model_config)
-        self._llm.reset_prefix_cache()
+        if not getattr(self._runner, "use_aux_hidden_state_outputs", False):
+            return None
+        [layers] = {
+            m.aux_hidden_state_layers for m in self._runner.get_model().modules() if isinstance(m, EagleModelMixin)
+        }
+        return tuple(layers)
 
     def trace_drafts(self) -> list[DraftTrace]:
         """Record every round's proposed tokens from now on, for the parity check: rows append to the list returned."""
@@ -255,21 +287,80 @@ class Engine:
         runner.drafter.propose = propose
         return trace
 
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def load_verifier(self, weights: publishing.Weights) -> None:
+        """Replace the running verifier's weights in place (checkpoint names)."""
+        self._load(weights, draft=False)
+
+    def load_drafter(self, weights: publishing.Weights) -> None:
+        """Replace the running drafter's weights in place (checkpoint names). What it shares with the verifier stays
+        the verifier's, whatever `weights` holds."""
+        assert self.spec is not None and self.spec.method != "ngram"
+        self._load(weights, draft=True)
+
+    def _load(self, weights: publishing.Weights, *, draft: bool) -> None:
+        workers_here = self._tensor_parallel == 1
+        path = publishing.choose_path(self._llm, device=self.device, workers_here=workers_here, draft=draft)
+        try:
+            if path == "session":
+                publishing.send(self._llm, weights, draft=draft, devices=self._tensor_parallel)
+                return
+            verifier, config = self._runner.get_model(), self._llm.llm_engine.vllm_config
+            if draft:
+                owned = publishing.without_shared(weights, verifier, self._draft_model)
+                model_config = config.speculative_config.draft_model_config
+                publishing.reload(self._draft_model, model_config, config, owned)
+            else:
+                publishing.reload(verifier, config.model_config, config, weights)
+        finally:
+            self._llm.reset_prefix_cache()
+
+    def probe(self, columns: int | None = None) -> dict[str, torch.Tensor]:
+        """What the engine holds, for `probe_mismatches` with `expected_probe`: see `probe.held`."""
+        from draftkit.engine import probe
+
+        return probe.held(self._runner.get_model(), self._draft_model, columns)
+
+    # ---- rest and end -------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device for the trainer, keeping verifier and drafter in host memory. On CPU there is nothing to
+        move, and vLLM has no sleep: a no-op, said once."""
+        if level != 1:
+            raise UserError(
+                f"sleep level {level} is refused: it drops the drafter's weights, which nothing would load again.",
+                "Use level 1.",
+            )
+        if self.device == "cpu":
+            say_once("on CPU an engine does not sleep: trainer and engine share the memory and take turns.")
+            return
+        if not self._can_sleep:
+            raise UserError("this engine was built without sleep mode.", "Build it with can_sleep=True.")
+        self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        if self.device != "cpu":
+            self._llm.wake_up()
+
     def close(self) -> None:
-        """Free the engine's memory. vLLM tears the process's distributed state down with any engine; others that are
-        open stand on it, so only the last one may."""
+        """Free the engine's memory, and no more: vLLM would tear down the process's torch.distributed with it, on
+        which other engines and the trainer stand."""
         from vllm.v1.engine import core
 
-        _OPEN.discard(self)
         teardown = core.cleanup_dist_env_and_memory
-        if _OPEN:
-            core.cleanup_dist_env_and_memory = lambda: None
+        core.cleanup_dist_env_and_memory = lambda: None
         try:
             self._llm.llm_engine.engine_core.shutdown()
         finally:
             core.cleanup_dist_env_and_memory = teardown
-        del self._llm
+        del self._llm, self._steps
+        gc.unfreeze()
         gc.collect()  # the KV cache sits in reference cycles
+        if self.device != "cpu":
+            import torch
+
+            torch.accelerator.empty_cache()
 
     def __enter__(self) -> Engine:
         return self
@@ -279,23 +370,19 @@ class Engine:
 
 
 DraftTrace = tuple[str, list[int]]
-_OPEN: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _timed(owner: Any, name: str, times: dict[str, float], key: str) -> None:
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            times[key] += time.perf_counter() - start
-
-    setattr(owner, name, call)
 
 
 def _request_counters(histogram: Sequence[int], num_draft_tokens: int) -> SpecCounters:
     """histogram[j] = rounds that accepted j draft tokens -> the counters of one request."""
     at_least = [sum(histogram[j:]) for j in range(1, len(histogram))]
     return SpecCounters(sum(histogram), num_draft_tokens, sum(at_least), tuple(at_least))
+
+
+def _sampled_logprobs(completion: Any) -> tuple[float, ...] | None:
+    """Of every position the first entry, which is the sampled token's."""
+    flat = completion.logprobs
+    if flat is None:
+        return None
+    values = tuple(flat.logprobs[start] for start in flat.start_indices)
+    assert len(values) == len(completion.token_ids)
+    return values

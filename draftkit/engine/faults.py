@@ -1,11 +1,14 @@
-"""Faults of vLLM 0.32's CPU build that would spoil results silently, and one that stops speculative engines asked for
-top-k: detected by behaviour, not by version, and mended before an engine is built.
+"""Faults of vLLM 0.32 that would spoil results silently, and one that stops speculative engines asked for top-k:
+detected by behaviour, not by version, and mended before an engine is built.
+
+Of the CPU build: temperature, top-p and top-k of speculative requests, top-k in a step without drafts; a tied LM head
+that a weight update leaves behind (`weights.repack_tied_heads`). Of every build: sampled drafts ignore seeds.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +72,44 @@ def top_k_fault() -> str | None:
     except RuntimeError as error:
         return f"apply_top_k_top_p fails on no rows ({str(error).splitlines()[0][:90]})"
     return None
+
+
+def draft_seed_fault() -> str | None:
+    """None when drafts sampled for a seeded request repeat, else what is wrong."""
+    import torch
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    class Seeded:
+        all_greedy, all_random, temperature = False, True, torch.ones(1)
+
+        def __init__(self) -> None:
+            self.generators = {0: torch.Generator().manual_seed(0)}
+
+    draws = []
+    for _ in range(2):
+        tokens, _ = llm_base_proposer.compute_probs_and_sample_next_token(torch.zeros(1, 10_000), Seeded())
+        draws.append(tokens.tolist())
+    return None if draws[0] == draws[1] else "sampled drafts of a request with a seed differ from one time to the next"
+
+
+def cure_draft_seeds() -> bool:
+    """Sample drafts of seeded requests with their own generators; True when that had to be mended."""
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    if draft_seed_fault() is None:
+        return False
+    original = llm_base_proposer.compute_probs_and_sample_next_token
+
+    def seeded(logits: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens, probs = original(logits, metadata, *args, **kwargs)
+        if not metadata.all_greedy:
+            for row, generator in metadata.generators.items():
+                noise = probs.new_empty(probs.shape[1]).exponential_(generator=generator)
+                tokens[row] = (probs[row] / noise).argmax()
+        return tokens, probs
+
+    llm_base_proposer.compute_probs_and_sample_next_token = seeded
+    return True
 
 
 def cure_sampling() -> bool:

@@ -278,16 +278,17 @@ def measure(
 ) -> Row:
     """Answer the block's prompts with one arm and return the raw row."""
     sampling = sampling_at(recipe, point.temperature, recipe.eval.max_tokens)
-    parts_before, start = engine.time_parts(), time.perf_counter()
+    engine.step_log()
+    start = time.perf_counter()
     answers = engine.generate([prompts[id] for id in block.prompt_ids], sampling, max_concurrency=point.concurrency)
-    wall_s, parts = time.perf_counter() - start, engine.time_parts()
+    wall_s, steps = time.perf_counter() - start, engine.step_log()
     requests = [_request(id, answer) for id, answer in zip(block.prompt_ids, answers, strict=True)]
     if point.k:
         check_draft_length(requests, spec.method, point.k)
     row = {"event": "measured"} | {name: getattr(point, name) for name in Point.__slots__}
     return row | {
         "wall_s": wall_s,
-        "parts_s": {name: parts[name] - parts_before[name] for name in parts},
+        "parts_s": {"draft_s": sum(s.draft_seconds for s in steps), "step_s": sum(s.seconds for s in steps)},
         "requests": requests,
     }
 
