@@ -4,10 +4,11 @@
 tokens and, from the same pass, the drafter's hidden states and teacher. They are detached, so no drafter can reach the
 policy. `update` makes one optimizer step. `weights` yields what is published.
 
-Sequences of similar length share a padded micro-batch of at most `policy.tokens_per_batch` tokens. Losses come divided
-by the denominator of the whole step, so those of micro-batches and processes add up; DeepSpeed takes means over
-processes instead, which `update` undoes. Every process runs as many micro-batches as the one with most, weightless ones
-at the end: under ZeRO-3 each forward and each backward is a collective call.
+Answers to one prompt share its computation, and rows of similar length a micro-batch of at most
+`policy.tokens_per_batch` tokens, padding included (`token_model`). Losses come divided by the denominator of the whole
+step, so those of micro-batches and processes add up; DeepSpeed takes means over processes instead, which `update`
+undoes. Every process runs as many micro-batches as the one with most, weightless ones at the end: under ZeRO-3 each
+forward and each backward is a collective call.
 
 A run draws no random numbers here: dropout stays off (it would make the policy another one than was sampled from), so
 weights and optimizer are the whole state. Left out: tensor and pipeline parallelism, a model too large for one process
@@ -16,17 +17,12 @@ to load (`deepspeed.zero.Init`).
 
 from __future__ import annotations
 
-import io
 import json
-import logging
-import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,13 +31,13 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import nn
 
-from draftkit.console import say_once
-from draftkit.data.capture import Taps, chunks
+from draftkit.data.capture import Taps
 from draftkit.errors import RunFailed, UserError
-from draftkit.models import HUB_FILES, native_bf16
+from draftkit.models import HUB_FILES
 from draftkit.recipe import PolicySection, Recipe
+from draftkit.rl import token_model, zero
 from draftkit.rl.grpo import TokenBatch
-from draftkit.rl.token_model import Padded, Tokens, load, pad, statistics_of
+from draftkit.rl.token_model import Tokens
 from draftkit.types import Sampling
 
 STATE, TAG = "policy.json", "deepspeed"  # what `save_state` writes: the first one last
@@ -115,7 +111,7 @@ def samples(scores: Scores, advantages: Sequence[float]) -> list[Sample]:
 
 
 def token_batch(members: Sequence[Sample], device: torch.device | str = "cpu") -> TokenBatch:
-    """The constants of these samples' supervised tokens, in the order of `token_model.pad`."""
+    """The constants of these samples' supervised tokens, in the order of `token_model.pack`."""
     masks = [torch.tensor(m.mask) for m in members]
     length_S = torch.stack([mask.sum() for mask in masks])
 
@@ -141,91 +137,6 @@ def lr_at(step: int, policy: PolicySection) -> float:
     return policy.lr * min(1.0, step / max(1, policy.lr_warmup_steps))
 
 
-# ---- DeepSpeed --------------------------------------------------------------------------------------------------
-
-
-def _plain(policy: PolicySection, dtype: torch.dtype) -> bool:
-    """Float32 without ZeRO: there DeepSpeed would clip, but keep the norm to itself, so `update` clips."""
-    return policy.zero_stage == 0 and dtype == torch.float32
-
-
-def deepspeed_config(policy: PolicySection, dtype: torch.dtype, offload: bool) -> dict[str, Any]:
-    """Batch sizes are not told: `update` says itself which micro-batch is the last."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0 if _plain(policy, dtype) else policy.grad_clip,
-        "steps_per_print": None,
-        "zero_optimization": {"stage": policy.zero_stage, "reduce_bucket_size": 50_000_000},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if offload:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    if dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        if policy.zero_stage:  # stage 0 sums the gradients of micro-batches in bfloat16: DeepSpeed has nothing else
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
-
-
-def _deepspeed() -> ModuleType:
-    """DeepSpeed without its chatter, on the accelerator that torch has."""
-    if not _on_gpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.ERROR)
-    # torch 2.13 has new names for two collectives that DeepSpeed 0.19 calls.
-    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
-    return deepspeed
-
-
-def _join_processes() -> None:
-    """torchrun's process group; one that is there already (vLLM makes one); or a group of this process alone."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it beside a group that it did not make
-    os.environ.setdefault("LOCAL_RANK", "0")  # without it DeepSpeed refuses to start
-    if dist.is_initialized():
-        return
-    backend = "nccl" if _on_gpu() else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def compute_dtype(policy: PolicySection) -> torch.dtype:
-    """Of weights and products; masters and optimizer are float32 in any case."""
-    if policy.dtype == "float32":
-        return torch.float32
-    if not _on_gpu() and not native_bf16():
-        say_once("this CPU does not multiply bfloat16 natively: the policy is trained in float32.")
-        return torch.float32
-    return torch.bfloat16
-
-
-def offloads(policy: PolicySection) -> bool:
-    if policy.offload_optimizer and not policy.zero_stage:
-        raise UserError("policy.offload_optimizer needs policy.zero_stage 1, 2 or 3; it is 0.")
-    if policy.offload_optimizer and not _on_gpu():
-        say_once("policy.offload_optimizer changes nothing here: the optimizer of a CPU is on the CPU already.")
-    return policy.offload_optimizer and _on_gpu()
-
-
-def _optimizer(model: nn.Module, policy: PolicySection) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": policy.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=policy.lr, betas=policy.betas, fused=True)
-
-
 # ---- the policy -------------------------------------------------------------------------------------------------
 
 
@@ -243,33 +154,29 @@ class Policy:
     ) -> None:
         """aux_layers: of the states that `score` can capture. reference_dir: of the policy that rl.kl_coef holds this
         one to, default model_dir; a whole frozen copy in every process, and only where kl_coef > 0."""
-        deepspeed = _deepspeed()
-        _join_processes()
+        zero.join_processes()
         self.path, self.settings = model_dir, recipe.policy
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if _on_gpu() else "cpu")
-        self.dtype = compute_dtype(recipe.policy)
-        s = recipe.sampling
-        sampling = Sampling(temperature=s.temperature or 1.0, top_p=s.top_p, top_k=s.top_k)
+        self.device, self.dtype = zero.device(), zero.compute_dtype(recipe.policy)
         self.steps = 0
 
-        token_model = load(model_dir, sampling, self.dtype, recipe.model.trust_remote_code)
-        self.model = token_model.lm
+        s = recipe.sampling
+        load = partial(
+            token_model.load,
+            sampling=Sampling(temperature=s.temperature or 1.0, top_p=s.top_p, top_k=s.top_k),
+            dtype=self.dtype,
+            trust=recipe.model.trust_remote_code,
+        )
+        trained = load(model_dir)
+        self.model = trained.lm
         if recipe.policy.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._taps = Taps(self.model, aux_layers or ())
         self._taps.active = False
         self._reference = None
         if recipe.rl.kl_coef > 0:
-            self._reference = load(reference_dir or model_dir, sampling, self.dtype, recipe.model.trust_remote_code)
-            self._reference.requires_grad_(False).to(self.device)
-
-        with redirect_stdout(io.StringIO()):  # it prints that it has built an extension
-            self._engine, *_ = deepspeed.initialize(
-                model=token_model,
-                optimizer=_optimizer(token_model, self.settings),
-                config=deepspeed_config(self.settings, self.dtype, offloads(self.settings)),
-            )
+            self._reference = load(reference_dir or model_dir).requires_grad_(False).to(self.device)
+        self._engine = zero.engine(trained, self.settings, self.dtype)
 
     # ---- the log-probability forward ----
 
@@ -277,23 +184,23 @@ class Policy:
         """Statistics of the sampled tokens; with `capture` also the drafter's states, on the policy's device."""
         scored: dict[int, dict[str, torch.Tensor]] = {}
         states: dict[int, dict[str, torch.Tensor]] = {}
-        for members in self._rounds(documents):
-            padded = pad([documents[i] for i in members] or [NOTHING], teacher=capture, device=self.device)
+        for rows in self._rounds(documents):
+            packed = self._pack(rows, documents, teacher=capture)
             self._taps.active = capture
-            last_BTH, read = statistics_of(self._engine, padded)
+            last_BTH, read = token_model.statistics(self._engine, packed)
             self._taps.active = False
-            columns = {name: _at_places(getattr(read, name), padded) for name in PER_TOKEN + TEACHER}
-            if self._reference is not None:
-                _, theirs = statistics_of(self._reference, padded)
-                columns["ref_logp"] = _at_places(theirs.logp, padded)
             aux_BTF = self._taps.take() if capture else None
-            for row, i in enumerate(members):
-                length, mask = len(documents[i].tokens), torch.tensor(documents[i].mask, device=self.device)
-                own = {name: column_BT[row, :length] for name, column_BT in columns.items()}
+            columns = {name: packed.by_sequence(getattr(read, name)) for name in PER_TOKEN + TEACHER}
+            if self._reference is not None:
+                columns["ref_logp"] = packed.by_sequence(token_model.statistics(self._reference, packed)[1].logp)
+            for s, i in enumerate(i for row in rows for i in row):
+                mask = torch.tensor(documents[i].mask, device=self.device)
+                own = {name: column[s] for name, column in columns.items()}
                 # A token's statistics stand at the state before it, where it was predicted.
                 scored[i] = {name: (own[name].roll(1) * mask).cpu() for name in own if name not in TEACHER}
                 if capture:
-                    states[i] = {"aux": aux_BTF[row, :length].contiguous(), "last": last_BTH[row, :length].contiguous()}
+                    place = packed.place[s]
+                    states[i] = {"aux": aux_BTF.flatten(0, 1)[place], "last": last_BTH.flatten(0, 1)[place]}
                     states[i] |= {name: own[name] * mask for name in TEACHER}
         order = range(len(documents))
         return Scores(
@@ -314,13 +221,12 @@ class Policy:
         rounds, sums = self._rounds(batch), {}
         assert rounds, "no process has a sequence to learn from"
         self._checkpoint_layers(True)
-        for number, members in enumerate(rounds):
+        for number, rows in enumerate(rounds):
             self._engine.set_gradient_accumulation_boundary(number == len(rounds) - 1)
-            chosen = [batch[i] for i in members] or [NOTHING]
-            padded = pad(chosen, device=self.device)
-            logp_N = self._engine(padded.tokens_BT, padded.row_N, padded.token_N, False)
-            loss, metrics = loss_function(logp_N, token_batch(chosen, self.device))
-            weight = float(len(members) > 0)
+            logp_N = token_model.logp(self._engine, self._pack(rows, batch))
+            members = [batch[i] for row in rows for i in row] or [NOTHING]
+            loss, metrics = loss_function(logp_N, token_batch(members, self.device))
+            weight = float(len(rows) > 0)
             self._engine.backward(loss * weight * self.world_size)
             for name, value in {"loss": loss.detach(), **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + weight * value.double()
@@ -333,7 +239,7 @@ class Policy:
         return Update(float(sums.pop("loss")), sums, grad_norm, lr)
 
     def _step(self) -> float:
-        if _plain(self.settings, self.dtype):
+        if zero.is_plain(self.settings, self.dtype):
             norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip))
             _check_finite(norm)
             self._engine.step()
@@ -343,12 +249,16 @@ class Policy:
         _check_finite(norm)
         return norm
 
-    def _rounds(self, sequences: Sequence[Tokens]) -> list[list[int]]:
-        """Micro-batches as numbers of sequences; empty ones where another process has more of them."""
-        plan = chunks([len(s.tokens) for s in sequences], self.settings.tokens_per_batch) if sequences else []
-        most = torch.tensor(len(plan), device=self.device)
+    def _rounds(self, sequences: Sequence[Tokens]) -> list[list[list[int]]]:
+        """Micro-batches (`token_model.plan`); empty ones where another process has more of them."""
+        rounds = token_model.plan(sequences, self.settings.tokens_per_batch, self._engine.module.worth)
+        most = torch.tensor(len(rounds), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return plan + [[]] * (int(most) - len(plan))
+        return rounds + [[]] * (int(most) - len(rounds))
+
+    def _pack(self, rows: list[list[int]], sequences: Sequence[Tokens], teacher: bool = False) -> token_model.Packed:
+        chosen = [[sequences[i] for i in row] for row in rows] or [[NOTHING]]
+        return token_model.pack(chosen, teacher=teacher, device=self.device)
 
     def _checkpoint_layers(self, on: bool) -> None:
         """transformers recomputes a layer only in training mode, which would switch dropout on: so its layers alone."""
@@ -365,14 +275,9 @@ class Policy:
         for prefix, module in self.model.named_modules():
             own = {n: p for n, p in module.named_parameters(prefix, recurse=False) if id(p) not in seen}
             seen |= {id(p) for p in own.values()}
-            with self._gathered(own.values()):
+            with zero.gathered(own.values(), self.settings):
                 for name, parameter in own.items():
                     yield name, parameter.detach().to(dtype or self.dtype, copy=self.settings.zero_stage == 3)
-
-    def _gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager:
-        if self.settings.zero_stage < 3:
-            return nullcontext()
-        return _deepspeed().zero.GatheredParameters(list(parameters))
 
     def save(self, directory: Path) -> None:
         """A model directory for serving: the files of the one it came from, with these weights, in that one's dtype."""
@@ -415,13 +320,6 @@ class Policy:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model."""
         self._engine.destroy()
-
-
-def _at_places(column_N: torch.Tensor, padded: Padded) -> torch.Tensor:
-    """[B, T], zero where nothing was chosen."""
-    column = torch.zeros(padded.tokens_BT.numel(), dtype=column_N.dtype, device=column_N.device)
-    column[padded.row_N] = column_N
-    return column.view(padded.tokens_BT.shape)
 
 
 def _check_finite(norm: float) -> None:
