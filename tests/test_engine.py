@@ -296,6 +296,7 @@ def test_closing_one_engine_leaves_the_others_alone(plain):
     expected = plain.generate(tiny.prompts(4), GREEDY)
     with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION) as other:
         assert other.generate(tiny.prompts(4), GREEDY) == expected
+    assert torch.distributed.is_initialized()  # the trainer's too, where there is one
     assert plain.generate(tiny.prompts(4), GREEDY) == expected
 
 

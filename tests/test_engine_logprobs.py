@@ -7,13 +7,15 @@ small share of tokens may lie outside.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
 
 from draftkit.engine import Engine
 from draftkit.recipe import EngineSection
-from draftkit.types import Generation, Sampling, SpecConfig
+from draftkit.types import Generation, Sampling, SpecConfig, SpecCounters
 
 pytestmark = pytest.mark.engine
 
@@ -86,22 +88,23 @@ def test_requests_of_one_batch_keep_their_own_settings(request, exact, name):
     assert [answer.logprobs is not None for answer in mixed] == [True, False, True, False]
 
 
-def test_logprobs_end_with_the_response_where_a_stop_string_ends_it(tiny_verifier):
-    """A round may bring tokens beyond the stop string: they are in neither the response nor its log-probabilities,
-    and the response is the one that plain decoding gives."""
+def test_logprobs_and_counters_end_with_the_response_where_a_stop_string_ends_it(tiny_verifier):
+    """A round may bring tokens beyond the stop string: they are in neither the response nor its log-probabilities, and
+    the response is the one that plain decoding gives. The verifier drafts for itself, so that rounds are long."""
     section = EngineSection(max_model_len=128, max_num_seqs=8, kv_cache_gib=1)
     asked = [[7 + i, 40, 41, 42, 40, 41] for i in range(8)]
     sampling = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=True)
-    with Engine(tiny_verifier, recipe_engine=section, spec=SpecConfig("ngram", None, 4)) as engine:
+    with Engine(tiny_verifier, recipe_engine=section, spec=SpecConfig("draft-lm", str(tiny_verifier), 4)) as engine:
         free = engine.generate(asked, sampling)
-        characters = "".join(chr(32 + i - 1) if 0 < i < 96 else "" for g in free for i in g.response_ids[5:])
-        stop = max(set(characters.strip()), key=characters.count)
-        stopped = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=True, stop=(stop,))
+        characters = [chr(32 + i - 1) for g in free for i in g.response_ids[5:] if 1 < i < 96]
+        stopped = replace(sampling, stop=(max(set(characters), key=characters.count),))
         with_drafts = engine.generate(asked, stopped)
+        before = engine.counters()
         engine.set_k(0)
         without = engine.generate(asked, stopped)
     ended = [g for g in with_drafts if g.finish_reason == "stop"]
-    assert ended and any(g.spec.num_accepted for g in ended)
+    assert ended and any(len(g.response_ids) < 1 + g.spec.num_drafts + g.spec.num_accepted for g in ended)  # cut
+    assert before == sum((g.spec for g in [*free, *with_drafts]), SpecCounters())
     for a, b in zip(with_drafts, without, strict=True):
         assert a.response_ids == b.response_ids and a.finish_reason == b.finish_reason
         assert len(a.logprobs) == len(a.response_ids)

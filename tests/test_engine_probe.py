@@ -78,10 +78,11 @@ def test_an_engine_in_bfloat16_is_read_back_exactly(monkeypatch):
         for name, product in right.items():
             torch.testing.assert_close(held[name], product, rtol=1e-6, atol=1e-6)
         # float32 weights are published: what the engine rounds them to is what is compared
-        changed = {n: w.float() * 1.001 for n, w in verifier.items()}
+        changed = {n: w.float() * 1.01 for n, w in verifier.items()}
         engine.load_verifier(changed.items())
         assert probe_mismatches(engine.probe(), expected(changed, drafter, engine)) == []
-        assert len(probe_mismatches(engine.probe(), right)) == len([n for n in verifier if "norm" not in n])
+        moved = [n for n in verifier if (changed[n].bfloat16() != verifier[n]).any()]
+        assert moved and len(probe_mismatches(engine.probe(), right)) == len(moved)
         assert probe_mismatches(engine.probe(columns=7), expected(changed, drafter, engine, columns=7)) == []
 
 
@@ -104,7 +105,8 @@ def permuted_columns(w: Tensors) -> None:
 
 
 def last_bit_of_one_weight(w: Tensors) -> None:
-    w["fc.weight"].view(torch.int16)[5, 7] ^= 1
+    flat = w["fc.weight"].view(-1)
+    flat.view(torch.int16)[flat.abs().argmax()] ^= 1
 
 
 SPOILED = {

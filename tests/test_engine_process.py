@@ -84,9 +84,6 @@ def test_errors_keep_their_type(child, tmp_path):
     assert refused.value.hint == "Raise engine.max_model_len or drop the prompt."
     with pytest.raises(AssertionError):
         child.set_k(tiny.K + 1)
-    with pytest.raises(UserError, match="'synthetic' is refused"):
-        lossy = SpecConfig("eagle3", "nowhere", 3, rejection_sample_method="synthetic")
-        EngineProcess(tmp_path, recipe_engine=tiny.SECTION, spec=lossy)
     with pytest.raises(UserError, match="cannot be tensor-parallel"):
         section = tiny.SECTION.model_copy(update={"tensor_parallel_size": 2})
         EngineProcess(tmp_path, recipe_engine=section)
@@ -182,8 +179,7 @@ def works():
     dist.all_reduce(x)
     return x.item() == 1.0
 
-if sys.argv[3] == "first":
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=0, world_size=1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=0, world_size=1)
 greedy = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 for _ in range(2):
     with Engine(sys.argv[2], recipe_engine=tiny.SECTION) as engine:
@@ -193,9 +189,8 @@ print("ok")
 """
 
 
-@pytest.mark.parametrize("who", ["first", "second"])
-def test_torch_distributed_belongs_to_whoever_else_uses_it(who, tmp_path):
-    """A trainer's group of one process is used by the engine, or the other way round; closing engines leaves it."""
-    places = [str(Path(__file__).parent), str(tiny.verifier_dir()), who, str(tmp_path / "store")]
+def test_a_trainers_torch_distributed_is_used_and_left_alone(tmp_path):
+    """A group of one process that was there before: two engines come and go, and it works all along."""
+    places = [str(Path(__file__).parent), str(tiny.verifier_dir()), str(tmp_path / "store")]
     done = subprocess.run([sys.executable, "-c", SHARED, *places], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip().endswith("ok"), done.stderr[-3000:]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from draftkit.console import say_once
 from draftkit.engine import faults, methods
 from draftkit.engine import weights as publishing
-from draftkit.engine.steps import StepRecorder
+from draftkit.engine.steps import StepRecorder, outer_id
 from draftkit.errors import UserError
 from draftkit.models import native_bf16
 from draftkit.recipe import EngineSection
@@ -61,6 +61,7 @@ class Engine:
         if self.device == "cpu":
             faults.register_kernels_once()
             faults.cure_sampling()
+            faults.rank_without_compiling()
         faults.cure_draft_seeds()
         if spec is not None:
             methods.check_lossless(spec)
@@ -140,13 +141,14 @@ class Engine:
                 before = len(finished)
                 for output in self._steps.timed(self._llm.llm_engine.step):
                     if output.finished:
-                        finished[int(output.request_id.split("-")[0])] = self._generation(output)
+                        finished[int(outer_id(output.request_id))] = self._generation(output)
                 if progress is not None and len(finished) > before:
                     progress(len(finished) - before)
                 self.between_steps()
         except BaseException:
             # Ctrl-C in the middle, or a prompt that vLLM refuses: leftovers would mix into the next call.
             self._llm.llm_engine.abort_request([str(i) for i in range(len(prompts)) if i not in finished])
+            self._steps.drafted.clear()
             raise
         return [finished[i] for i in range(len(prompts))]
 
@@ -178,8 +180,8 @@ class Engine:
 
     def _generation(self, output: Any) -> Generation:
         completion = output.outputs[0]
-        metrics = completion.spec_decode_metrics
-        spec = None if metrics is None else _request_counters(metrics.histogram, metrics.num_draft_tokens)
+        record = self._steps.drafted.pop(outer_id(output.request_id))
+        spec = None if record is None else _request_counters(record.histogram, record.num_draft_tokens)
         if spec is not None:
             self._counters = self._counters + spec
         return Generation(

@@ -73,6 +73,7 @@ class EngineProcess:
         self._cancel = spawn.Event()
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()
         self._lock = threading.Lock()  # one request at a time, also when a thread generates
+        self._owes = False
         arguments = dict(model=str(model), recipe_engine=recipe_engine, spec=spec, seed=seed, can_sleep=can_sleep)
         child = (theirs, self._cancel, self._buffer, arguments, console.console.quiet)
         self._process = spawn.Process(target=_serve, args=child, daemon=True, name="draftkit-engine")
@@ -177,7 +178,9 @@ class EngineProcess:
             if kind == "progress":
                 progress(value)  # type: ignore[misc]
             elif kind == "next":
+                self._owes = True  # while the child waits for an answer; making it may fail
                 self._send(next(parts, None))  # type: ignore[arg-type]
+                self._owes = False
             else:
                 return kind == "done", value
 
@@ -185,6 +188,9 @@ class EngineProcess:
         """Have the child give up its request, so that the next finds it idle; a child that does not is ended."""
         self._cancel.set()
         try:
+            if self._owes:
+                self._owes = False
+                self._pipe.send(GIVE_UP)
             while self._process.is_alive():
                 if not self._pipe.poll(CLOSE_SECONDS):
                     raise TimeoutError

@@ -3,6 +3,9 @@
 Also where drafting is skipped: at k = 0 vLLM still runs one draft forward a step to keep the drafter's KV cache in
 step with the verifier's. That is right while k may rise again within a request; between two calls it is pure cost.
 
+vLLM hands a request's record of drafts over with its last step, which a request that a stop string ends does not have;
+so the records are kept here.
+
 On a GPU kernels run on after a call returns: there the draft seconds are launch times and only whole steps are exact.
 """
 
@@ -22,6 +25,7 @@ class StepRecorder:
 
     def __init__(self, scheduler: Any, drafter: Any | None) -> None:
         self.paused = False
+        self.drafted: dict[str, Any] = {}  # request -> vLLM's record of its drafts, None where nothing drafts
         self._rows: list[EngineStep] | None = None
         self._now = _Step()
         self._hook_scheduler(scheduler)
@@ -37,6 +41,8 @@ class StepRecorder:
             self._now.running = len(counts)
             self._now.k = output.num_spec_tokens_to_schedule
             self._now.prefill = any(n > 1 + len(drafts.get(id, ())) for id, n in counts.items())
+            for new in output.scheduled_new_reqs:
+                self.drafted[outer_id(new.req_id)] = scheduler.requests[new.req_id].spec_decode_metrics
             return output
 
         def updated(*args: Any, **kwargs: Any) -> Any:
@@ -75,6 +81,11 @@ class StepRecorder:
         """Rows since the last call; the first call starts recording."""
         rows, self._rows = self._rows or [], []
         return rows
+
+
+def outer_id(request_id: str) -> str:
+    """The id a request was given, without what vLLM appends to it."""
+    return request_id.partition("-")[0]
 
 
 class _Step:
