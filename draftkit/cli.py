@@ -373,8 +373,8 @@ def eval_acceptance(
 
     def check() -> list[str]:
         cells = f"cells: k {stage.recipe.eval.k} x concurrency {stage.recipe.eval.concurrency}"
-        lines = [_check_model(stage.recipe), _check_corpus(stage.recipe, corpus)]
-        return [*lines, _check_drafter(stage.recipe, drafter), cells]
+        lines = [_check_model(stage.recipe), _check_drafter(stage.recipe, drafter)]
+        return [*lines, _check_corpus(stage.recipe, corpus), cells]
 
     _go(stage, work, check, functools.partial(_serve, stage), **_mode(dry_run, print_config, resume, overwrite))
 

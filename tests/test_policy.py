@@ -68,7 +68,7 @@ def save_tied(path: Path) -> Path:
         num_key_value_heads=2,
         vocab_size=tiny.VOCAB,
         max_position_embeddings=256,
-        initializer_range=0.3,
+        initializer_range=0.1,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -234,7 +234,7 @@ def test_shared_prompts_change_no_number(tied, stage, closed):
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     for ours, expected in zip(scores.states, alone.states, strict=True):
         for name in ("aux", "last", "lse", "max"):
-            torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ours[name], expected[name], rtol=1e-3, atol=1e-3)
         assert ours["top"].equal(expected["top"])
     assert update.loss == pytest.approx(single.loss, rel=1e-4)
     assert update.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)
@@ -481,10 +481,8 @@ def test_grpo_loss_through_the_trainer(tied, closed):
     assert first.sums["ratio"] / first.sums["tokens"] == pytest.approx(1.0, abs=1e-5)
     assert first.sums["ref_kl"] == pytest.approx(0.0, abs=1e-5)
     again = policy.score(ts)
-    for i, t in enumerate(ts):
-        mask = torch.tensor(t.mask)
-        torch.testing.assert_close(again.ref_logp[i], scores.ref_logp[i])  # frozen
-        assert not torch.allclose(again.logp[i][mask], scores.logp[i][mask], rtol=1e-4)  # moved
+    assert torch.cat(again.ref_logp).equal(torch.cat(scores.ref_logp))  # frozen
+    assert not torch.allclose(torch.cat(again.logp), torch.cat(scores.logp), rtol=0.01)  # moved
     assert policy.update(samples(again, [1.0] * len(ts)), loss_function).sums["ref_kl"] > 1e-4
 
 
