@@ -504,9 +504,12 @@ def test_offload_needs_zero():
 # ---- what leaves the trainer ------------------------------------------------------------------------------------
 
 
-def test_saved_policy_is_a_tiedectory(tied, closed, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_saved_policy_is_a_model_directory(tied, stage, dtype, closed, tmp_path, monkeypatch):
+    monkeypatch.setattr(zero, "native_bf16", lambda: True)
     (tied / "tokenizer_config.json").write_text("{}")
-    policy = Policy(tied, recipe(policy={"zero_stage": 2}))
+    policy = Policy(tied, recipe(policy={"zero_stage": stage, "dtype": dtype}))
     closed(policy)
     ts = trajectories()
     policy.update(batch_of(ts), weighted)

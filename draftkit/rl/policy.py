@@ -281,7 +281,9 @@ class Policy:
 
     def save(self, directory: Path) -> None:
         """A model directory for serving: the files of the one it came from, with these weights, in that one's dtype."""
-        kept = {name: tensor.cpu() for name, tensor in self.weights(_stored_dtype(self.path)) if self.rank == 0}
+        # Copies: under ZeRO the weights are views of one buffer, which safetensors refuses to write piece by piece.
+        weights = self.weights(_stored_dtype(self.path))
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.rank == 0}
         if self.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             for pattern in HUB_FILES:
