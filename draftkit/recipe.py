@@ -210,6 +210,7 @@ class CanarySection(Section):
     prompts: int = Field(4, gt=0)
     max_tokens: int = Field(24, gt=0)
     min_acceptance: float = Field(1.05, ge=1)  # acceptance length under which the drafter counts as collapsed
+    columns: int | None = Field(64, gt=0)  # inputs of each matrix that its fingerprint covers; null: all, and slower
 
 
 class Recipe(Section):

@@ -169,7 +169,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Iterator[Bench]:
     policy = TinyPolicy(tiny.verifier_dir())
-    shared = Ends(policy.weights(), 1.0)
+    shared = Ends(policy.weights(), 1.0, policy.dtype)
     drafter = copy.deepcopy(tiny.trained_drafter())
     drafter.embed_VH = shared.embed_VH
     directory = tmp_path_factory.mktemp("canary") / "drafter"

@@ -44,7 +44,7 @@ def recipe(**sections) -> Recipe:
 
 
 def ends(verifier: Verifier, temperature: float = TEMPERATURE) -> Ends:
-    return Ends(iter(verifier.model.state_dict().items()), temperature)
+    return Ends(iter(verifier.model.state_dict().items()), temperature, verifier.embed_VH.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +137,20 @@ def test_the_teacher_and_the_embedding_follow_what_was_published(verifier, docum
 
 def test_a_tied_head_is_the_embedding():
     table = torch.randn(8, 4)
-    tied = Ends(iter([("model.embed_tokens.weight", table), ("model.norm.weight", torch.ones(4))]), 0.0)
+    tied = Ends(iter([("model.embed_tokens.weight", table), ("model.norm.weight", torch.ones(4))]), 0.0, table.dtype)
     assert tied.head_VH is tied.embed_VH and tied.temperature == 1.0
     list(tied.watch(iter([("model.embed_tokens.weight", table + 1)])))
     assert torch.equal(tied.head_VH, table + 1)
+
+
+def test_a_tied_head_that_was_stored_all_the_same_follows_the_embedding():
+    table = torch.randn(8, 4)
+    both = Ends(iter([("model.embed_tokens.weight", table), ("lm_head.weight", table)]), 1.0, table.dtype)
+    list(both.watch(iter([("model.embed_tokens.weight", table + 1)])))
+    assert torch.equal(both.head_VH, table + 1)
+    untied = Ends(iter([("model.embed_tokens.weight", table), ("lm_head.weight", table + 2)]), 1.0, table.dtype)
+    list(untied.watch(iter([("model.embed_tokens.weight", table + 1), ("lm_head.weight", table + 3)])))
+    assert torch.equal(untied.embed_VH, table + 1) and torch.equal(untied.head_VH, table + 3)
 
 
 def test_an_update_that_is_not_finite_is_left_out_and_said(verifier, documents):

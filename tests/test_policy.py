@@ -21,8 +21,10 @@ from draftkit.drafters.losses import drafter_loss
 from draftkit.errors import RunFailed, UserError
 from draftkit.recipe import PolicySection, Recipe
 from draftkit.rl import token_model, zero
+from draftkit.rl.directions import slot_sums
 from draftkit.rl.grpo import TokenBatch, policy_loss, resolve_settings
 from draftkit.rl.policy import Policy, Sample, lr_at, samples, token_batch
+from draftkit.rl.publish import Ends
 from draftkit.train.evaluate import TeacherView
 from draftkit.types import Sampling, Trajectory, Turn
 
@@ -444,6 +446,35 @@ def test_gradients_do_not_know_of_the_drafter(tied, closed):
         results.append({name: w.clone() for name, w in policy.weights()})
     off, on = results
     assert all(on[name].equal(off[name]) for name in off)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_drafters_side_knows_the_policys_own_probabilities(tied, dtype, closed, monkeypatch):
+    """Losslessness tests add up p of chosen tokens. p comes from two places, a normaliser and a copy of the head: were
+    they rounded in two ways, every p would be off by one factor, and a faithful engine would look biased."""
+    monkeypatch.setattr(zero, "native_bf16", lambda: True)
+    policy = Policy(tied, recipe(policy={"zero_stage": 2, "dtype": dtype}), AUX)
+    closed(policy)
+    stored = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.bfloat16).state_dict()
+    ends = Ends(iter(stored.items()), 1.0, policy.dtype)
+    ts = trajectories()
+    for _ in range(3):
+        policy.update(batch_of(ts), weighted)
+    weights = {name: w.clone() for name, w in ends.watch(policy.weights())}
+    drafter = tiny.random_drafter(ends, target_hidden_size=ends.embed_VH.shape[1], aux_layers=AUX)
+    scores = policy.score(ts, capture=True)
+    batch = collate(scores, range(len(ts)), 1)
+    with torch.no_grad():
+        (state,) = drafter(batch)
+        nothing_R = torch.full((len(state),), -1)  # no token is the favourite: the sum is minus its chances
+        got = -slot_sums(TeacherView(drafter, ends).at(batch), state, drafter.lm_head.weight, nothing_R).favourite
+    head = weights["model.embed_tokens.weight"]
+    p_RV = (batch.last_NH[batch.slot_R + 1] @ head.T).double().softmax(-1)
+    best_R = drafter.draft_to_target_D[(state @ drafter.lm_head.weight.to(state.dtype).T).argmax(-1)]
+    assert len(best_R) > 60
+    assert got == pytest.approx(
+        float(p_RV.gather(1, best_R.unsqueeze(1)).sum()), rel=1e-5 if dtype == "float32" else 1e-3
+    )
 
 
 def _train_drafter(policy: Policy, scores) -> None:

@@ -41,7 +41,7 @@ def policy() -> TinyPolicy:
 
 @pytest.fixture
 def publisher(policy) -> Publisher:
-    shared = Ends(policy.weights(), 1.0)
+    shared = Ends(policy.weights(), 1.0, policy.dtype)
     drafter = tiny.random_drafter(tiny.verifier())
     drafter.embed_VH = shared.embed_VH
     return Publisher(Recorder(), policy, drafter, shared)
@@ -98,7 +98,7 @@ def test_an_engine_that_sleeps_is_woken_to_be_published_to(publisher):
 
 @pytest.mark.engine
 def test_a_running_engine_holds_what_was_published(tmp_path, policy):
-    shared = Ends(policy.weights(), 1.0)
+    shared = Ends(policy.weights(), 1.0, policy.dtype)
     drafter = tiny.random_drafter(tiny.verifier())
     drafter.embed_VH = shared.embed_VH
     export(drafter, tmp_path / "drafter", tiny.FINGERPRINT, tiny.card())

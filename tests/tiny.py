@@ -250,6 +250,8 @@ def greedy_regret(model: LlamaForCausalLM, prompt: Sequence[int], response: Sequ
 class TinyPolicy:
     """The saved verifier's weights in bfloat16, to be changed and published, and the states that scoring captures."""
 
+    dtype = torch.bfloat16
+
     def __init__(self, path: Path) -> None:
         self.tensors = {name: t.clone() for name, t in AutoModelForCausalLM.from_pretrained(path).state_dict().items()}
         self._verifier = Verifier(path, default_aux_layers(LAYERS), 1.0, state_dtype("cpu"))

@@ -24,6 +24,7 @@ from draftkit.types import Prompt
 Message = dict[str, str]
 Steps = list[tuple[str, int]]  # an expression and its value
 
+SUM = re.compile(r"\d+(?: [+-] \d+)+")
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K writes its calculator's input and output into the text
 
 
@@ -62,6 +63,8 @@ def worked_example(prompt: Prompt, tool: bool = False) -> tuple[Message, ...] | 
         return None
     _, entry = gym_entry(prompt)
     worked = tasks[prompt.task](entry["metadata"])
+    if worked is None:
+        return None
     if tool:
         calls = [m for expression, value in worked for m in (_says(f"<tool>{expression}</tool>"), _told(str(value)))]
         return (*calls, _says(_final(entry["answer"])))
@@ -108,6 +111,11 @@ def _chain_sum(metadata: dict[str, Any]) -> list[str]:
     return [f"{expression} = {value}" for expression, value in _sum_steps(metadata)]
 
 
+def _basic_arithmetic(metadata: dict[str, Any]) -> list[str] | None:
+    """Where the recipe's `operators` leave plain sums; products come before sums, and need another order of steps."""
+    return _chain_sum(metadata) if SUM.fullmatch(metadata["expression"]) else None
+
+
 def _legs(metadata: dict[str, Any]) -> list[tuple[str, int, int]]:
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
@@ -150,7 +158,8 @@ def _product_steps(metadata: dict[str, Any]) -> Steps:
     return steps
 
 
-WORKED: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+WORKED: dict[str, Callable[[dict[str, Any]], list[str] | None]] = {
+    "basic_arithmetic": _basic_arithmetic,
     "chain_sum": _chain_sum,
     "leg_counting": _leg_counting,
     "letter_counting": _letter_counting,

@@ -26,19 +26,19 @@ def self_tests() -> list[dict[str, Any]]:
         ("speculative sampling at temperature > 0", faults.sampling_fault, "expand_batch_to_tokens is right"),
         ("speculative sampling with top-k", faults.top_k_fault, "apply_top_k_top_p takes a step without drafts"),
     ]
-    checks = _function_tests(of_cpu, lambda: faults.cure_sampling())
+    checks = _function_tests(of_cpu, faults.cure_sampling)
     return [*checks, *_function_tests([seeds], faults.cure_draft_seeds), *reload_tests()]
 
 
 def _function_tests(
-    tests: list[tuple[str, Callable[[], str | None], str]], cure_them: Callable[[], bool]
+    tests: list[tuple[str, Callable[[], str | None], str]], cure_them: Callable[[], object]
 ) -> list[dict[str, Any]]:
     found = [find() for _, find, _ in tests]
     cure_them()
     checks = []
     for (name, find, right), fault in zip(tests, found, strict=True):
         ok = find() is None
-        cure = "replaced by a torch version when an engine is built" if fault and ok else ""
+        cure = "replaced by a function of our own when an engine is built" if fault and ok else ""
         checks.append({"name": name, "ok": ok, "detail": fault or right, "cure": cure})
     return checks
 

@@ -114,7 +114,7 @@ class Canary:
 
         # ---- weights, layers ----
         found = Findings(
-            held=self.engine.probe(),
+            held=self.engine.probe(self.section.columns),
             expected=self._expected(),
             before=self._before,
             num_cached=first[0].num_cached if published.policy or published.drafter else 0,
@@ -155,9 +155,10 @@ class Canary:
         return predicted(self.drafter, states, self.k).acceptance_length
 
     def _expected(self) -> Probe:
-        expected = expected_probe(self.policy.weights(), VERIFIER, self.engine.dtype)
+        dtype, columns = self.engine.dtype, self.section.columns
+        expected = expected_probe(self.policy.weights(), VERIFIER, dtype, columns)
         if self.drafter is not None:
-            expected |= expected_probe(served_tensors(self.drafter).items(), DRAFTER, self.engine.dtype)
+            expected |= expected_probe(served_tensors(self.drafter).items(), DRAFTER, dtype, columns)
         return expected
 
 

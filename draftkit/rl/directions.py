@@ -40,7 +40,8 @@ def slot_sums(teacher: Teacher, state_RH: torch.Tensor, head_DH: torch.Tensor, t
     sums = torch.zeros(4, dtype=torch.float64, device=state_RH.device)
     for hidden, lse, state, token in zip(*(part.split(CHUNK) for part in parts), strict=True):
         wide = torch.promote_types(state.dtype, torch.float32)
-        logits = (hidden.to(state.dtype) @ teacher.head_DH.to(state.dtype).T).to(wide) / teacher.temperature
+        # In the head's own dtype, as the policy computed its normaliser: in another one p would not sum to one.
+        logits = (hidden.to(teacher.head_DH.dtype) @ teacher.head_DH.T).to(wide) / teacher.temperature
         p = (logits - lse.to(wide).unsqueeze(1)).exp()
         q = ((state @ head_DH.to(state.dtype).T).to(wide) / teacher.temperature).softmax(-1)
         a = torch.where(q >= p, 1.0, q / p)

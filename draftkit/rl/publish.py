@@ -32,25 +32,32 @@ class Ends:
     """The policy's embedding and LM head (the same tensor when tied) as last published. A trained drafter reads the
     one, and its teacher the other: `TeacherView` takes an `Ends` where else a verifier stands.
 
-    The tensors are copies that every publish writes again, so whoever holds one follows the policy.
+    The tensors are copies that every publish writes again, so whoever holds one follows the policy. They have the dtype
+    that the policy computes in: a head rounded to another one gives logits that no longer fit the policy's normaliser,
+    and every probability is off by the same factor (tests/test_directions.py).
     """
 
-    def __init__(self, weights: Weights, temperature: float) -> None:
-        """weights: all of the policy's, under checkpoint names."""
+    def __init__(self, weights: Weights, temperature: float, dtype: torch.dtype) -> None:
+        """weights: all of the policy's, under checkpoint names. dtype: `Policy.dtype`."""
         self.temperature = temperature or 1.0
-        kept = {name: tensor.detach().clone() for name, tensor in weights if name in (EMBEDDING, HEAD)}
+        kept = {name: tensor.detach().to(dtype, copy=True) for name, tensor in weights if name in (EMBEDDING, HEAD)}
         self.embed_VH = kept[EMBEDDING]
         self.head_VH = kept.get(HEAD, self.embed_VH)
 
     @torch.no_grad()
     def watch(self, weights: Weights) -> Weights:
-        """The same stream; what is kept here is copied as it passes."""
+        """The same stream; what is kept here is copied as it passes. Without a head in it the embedding is the head,
+        also where the checkpoint that this began with stored both."""
+        tied = True
         for name, tensor in weights:
             if name == EMBEDDING:
                 self.embed_VH.copy_(tensor)
-            elif name == HEAD and self.head_VH is not self.embed_VH:
+            elif name == HEAD:
                 self.head_VH.copy_(tensor)
+                tied = False
             yield name, tensor
+        if tied and self.head_VH is not self.embed_VH:
+            self.head_VH.copy_(self.embed_VH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from draftkit.engine import Engine, EngineProcess
 from draftkit.errors import UserError
 from draftkit.models import ModelFacts, fingerprint
 from draftkit.recipe import Recipe
+from draftkit.rl import zero
 from draftkit.rl.canary import Canary
 from draftkit.rl.cotrain import CoTrainer, needed, provisional
 from draftkit.rl.policy import Policy
@@ -115,7 +116,7 @@ def build(
     if aux is not None:
         source = policy.weights() if policy else _stored(model)
         kept = needed(source, facts.num_layers)
-        ends = Ends(iter(kept.items()), recipe.sampling.temperature)
+        ends = Ends(iter(kept.items()), recipe.sampling.temperature, zero.compute_dtype(recipe.policy))
         if spec.drafter:
             drafter = from_drafter(Path(spec.drafter), ends.embed_VH)
         else:
