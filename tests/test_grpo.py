@@ -179,6 +179,23 @@ def test_on_the_policy_that_sampled_the_gradient_is_the_plain_policy_gradient(pr
     assert means["clipped_low"] == means["clipped_high"] == means["tis_capped"] == means["approx_kl"] == 0
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_single_update_begins_where_it_is(preset):
+    """Two forwards of one policy round differently; that must neither clip nor weigh anything."""
+    logp, batch = Sequences().batch()
+    noisy = replace(batch, old_logp_N=logp.detach() + 0.05 * torch.randn_like(logp))
+    exact = replace(noisy, old_logp_N=logp.detach())
+    one = replace(settings(preset, tis_clip=None), one_update=True)
+    gradients = []
+    for s, given in ((one, noisy), (settings(preset, tis_clip=None), exact), (settings(preset, tis_clip=None), noisy)):
+        loss, sums = policy_loss(logp, given, s, 6.0)
+        gradients.append(torch.autograd.grad(loss, logp)[0])
+        if s is one:
+            assert metric_means(sums)["ratio"] == 1 and metric_means(sums)["approx_kl"] == 0
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert not torch.allclose(gradients[0], gradients[2])
+
+
 def test_importance_weights_carry_no_gradient_to_the_engine_or_the_old_policy():
     logp, batch = Sequences().batch()
     watched = replace(batch, old_logp_N=batch.old_logp_N.clone().requires_grad_())

@@ -15,7 +15,9 @@ from draftkit.rl.envs import tool_environment
 from draftkit.rl.tools import calculate
 
 NUM = 300
+PLAIN = {"allow_parentheses": False, "allow_negation": False}
 CONFIGS = {
+    "basic_arithmetic": [PLAIN | {"operators": ["+"]}, PLAIN | {"operators": ["+", "-"], "max_digits": 2}],
     "chain_sum": [{}, {"min_terms": 1, "max_terms": 3}, {"allow_negation": True}],
     "leg_counting": [{}, {"min_animals": 1}],
     "letter_counting": [{}, {"min_words": 1, "max_words": 4}],
@@ -44,6 +46,16 @@ def test_every_worked_answer_scores_fully(task):
         assert message["role"] == "assistant"
         assert score(prompt, message["content"]).value == 1.0
         assert message["content"].endswith(f"<answer>{prompt.answer}</answer>")
+
+
+def test_arithmetic_that_is_no_plain_sum_has_no_worked_example(monkeypatch):
+    for config in ({}, PLAIN | {"operators": ["*"]}, {"operators": ["+"], "allow_parentheses": True}):
+        monkeypatch.setitem(CONFIGS, "basic_arithmetic", [config])
+        prompts = questions("basic_arithmetic")
+        examples = [worked_example(prompt) for prompt in prompts]
+        assert None in examples
+        for prompt, answer in zip(prompts, examples, strict=True):
+            assert answer is None or score(prompt, answer[-1]["content"]).value == 1.0
 
 
 @pytest.mark.parametrize("task", sorted(CALCULATED))
@@ -95,7 +107,7 @@ def test_every_line_of_the_other_tasks_is_true():
         assert forth.replace(" ", "") == back.replace(" ", "")[::-1] == prompt.answer[::-1]
 
 
-@pytest.mark.parametrize(("name", "tool"), [("chain-sum-steps", False), ("calculator", True)])
+@pytest.mark.parametrize(("name", "tool"), [("addition-steps", False), ("calculator", True)])
 def test_every_prompt_of_the_shipped_recipes_has_one(name, tool):
     recipe = load_data_recipe(name)
     recipe = recipe.model_copy(update={"tasks": [t.model_copy(update={"size": 60}) for t in recipe.tasks]})

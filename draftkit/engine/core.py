@@ -62,6 +62,7 @@ class Engine:
             faults.register_kernels_once()
             faults.cure_sampling()
             faults.rank_without_compiling()
+            faults.recover_faster()
         faults.cure_draft_seeds()
         if spec is not None:
             methods.check_lossless(spec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from draftkit.engine.drafting import sample_drafts
+from draftkit.engine.sampling import sample_drafts, sample_recovered
 
 if TYPE_CHECKING:
     import torch
@@ -95,10 +95,17 @@ def draft_seed_fault() -> str | None:
 
 
 def cure_draft_seeds() -> None:
-    """Sample drafts by `drafting.sample_drafts`: repeatable, and several times as fast on a CPU."""
+    """Sample drafts by `sampling.sample_drafts`: repeatable, and several times as fast on a CPU."""
     from vllm.v1.spec_decode import llm_base_proposer
 
     llm_base_proposer.compute_probs_and_sample_next_token = sample_drafts
+
+
+def recover_faster() -> None:
+    """Sample recovered tokens by `sampling.sample_recovered`: no fault, but most of a round's time on a CPU."""
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.sample_recovered_tokens = sample_recovered
 
 
 def cure_sampling() -> bool:

@@ -54,7 +54,9 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """`recipe.rl` with the preset's defaults filled in. max_tokens: most sampled tokens of one sequence."""
+    """`recipe.rl` with the preset's defaults filled in. max_tokens: most sampled tokens of one sequence. one_update:
+    a step makes no second update, so the policy that scored is the policy that moves and the ratio is 1; taken from two
+    forwards it would hold their rounding, which in bfloat16 is more than GSPO's clip range."""
 
     loss: Preset
     clip_low: float
@@ -63,6 +65,7 @@ class LossSettings:
     kl_coef: float
     tis_clip: float | None
     max_tokens: int
+    one_update: bool = False
 
 
 DEFAULTS: dict[Preset, tuple[float, float, bool]] = {  # clip_low, clip_high, dynamic_sampling
@@ -85,6 +88,7 @@ def resolve_settings(recipe: Recipe) -> LossSettings:
         kl_coef=rl.kl_coef,
         tis_clip=rl.tis_clip,
         max_tokens=recipe.sampling.max_tokens * turns,
+        one_update=rl.updates == 1,
     )
 
 
@@ -150,7 +154,8 @@ def policy_loss(
     logp_N: the policy's log-probabilities now, with gradient. Both returns add up over micro-batches and ranks;
     `metric_means` turns the sums into figures.
     """
-    log_ratio_N = logp_N - batch.old_logp_N
+    old_logp_N = logp_N.detach() if settings.one_update else batch.old_logp_N
+    log_ratio_N = logp_N - old_logp_N
     log_weight_N = batch.old_logp_N - batch.engine_logp_N
     if settings.loss == "gspo":
         log_ratio_N, log_weight_N = _sequence_mean(log_ratio_N, batch), _sequence_mean(log_weight_N, batch)
@@ -175,7 +180,7 @@ def policy_loss(
             "ratio_squared": ratio_N.square(),
             "clipped_low": (ratio_N < 1 - settings.clip_low) & (batch.advantage_N < 0),
             "clipped_high": (ratio_N > 1 + settings.clip_high) & (batch.advantage_N > 0),
-            "approx_kl": k3(logp_N - batch.old_logp_N),
+            "approx_kl": k3(logp_N - old_logp_N),
             "tis_weight": used_N,
             "tis_capped": used_N < weight_N,
         }
