@@ -38,6 +38,7 @@ def main() -> None:
         one.add_argument("--model", required=True)
         one.add_argument("--steps", type=int, default=steps)
         one.add_argument("--out", type=Path, default=Path("outputs/bench-arms") / kind)
+        one.add_argument("--arms", help="only these, by name, separated by commas")
         one.add_argument("overrides", nargs="*")
         if kind == "curves":
             one.add_argument("--drafter")
@@ -47,6 +48,7 @@ def main() -> None:
             one.add_argument("--weak", required=True)
     asked = parser.parse_args()
     arms = curve_arms(asked) if asked.kind == "curves" else cotrain_arms(asked)
+    arms = {name: arms[name] for name in (asked.arms.split(",") if asked.arms else arms)}
     common = ["--model", asked.model, "--steps", str(asked.steps), "warmup.steps=0", *asked.overrides]
     rows = {name: run(asked.out / name, [*arguments, *common]) for name, arguments in arms.items()}
     (show_curves if asked.kind == "curves" else show_cotrain)(rows, asked.out)
