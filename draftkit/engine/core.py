@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from draftkit.console import say_once
 from draftkit.engine import faults, methods
 from draftkit.engine import weights as publishing
+from draftkit.engine.sampling import plain_without_drafts
 from draftkit.engine.steps import StepRecorder, outer_id
 from draftkit.errors import UserError
 from draftkit.models import native_bf16
@@ -76,6 +77,8 @@ class Engine:
         self._llm = LLM(**self._settings(str(model), recipe_engine, seed))
         if spec is not None:
             methods.check_served_lossless(self._llm.llm_engine.vllm_config.speculative_config)
+            if self._tensor_parallel == 1:
+                plain_without_drafts(self._runner)
         drafter = getattr(self._runner, "drafter", None) if spec is not None and self._tensor_parallel == 1 else None
         self._steps = StepRecorder(self._scheduler, drafter)
 
