@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.markup import escape
 
 from draftkit import console as screen
@@ -54,7 +55,7 @@ def machine() -> list[Check]:
     slow = "" if {"amx_bf16", "avx512_bf16"} & set(flags) else " (no bf16 instructions: expect a slow machine)"
     found = [check("CPU", True, f"{facts['cpu']}, {facts['cores']} cores, {' '.join(flags)}{slow}"), gpu()]
     free = {
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30,
+        "memory": psutil.virtual_memory().available / 2**30,  # file pages count as free: they are dropped on need
         "disk": shutil.disk_usage(Path.cwd()).free / 2**30,
     }
     for what, gib in free.items():

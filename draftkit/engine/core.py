@@ -60,6 +60,7 @@ class Engine:
 
         self.device = "cpu" if current_platform.is_cpu() else current_platform.device_type
         if self.device == "cpu":
+            faults.allow_amx()
             faults.register_kernels_once()
             faults.cure_sampling()
             faults.rank_without_compiling()

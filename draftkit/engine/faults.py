@@ -43,6 +43,15 @@ def register_kernels_once() -> None:
     platform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
+def allow_amx() -> None:
+    """Ask the operating system for this process' AMX tiles. vLLM's attention uses them without having asked: unless a
+    product of torch's did so before, as loading a policy does, the process ends by an illegal instruction."""
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 def sampling_fault() -> str | None:
     """None when `expand_batch_to_tokens` is right for every dtype the sampler gives it, else what is wrong.
 
