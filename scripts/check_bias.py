@@ -8,6 +8,9 @@ tokens lie too near to the drafter. The total variation that this makes at a slo
 sum_v min(q, p / (1 - c)) - min(q, p), is computed from the trainer's p and the drafter's q, and c is set anew after
 every step so that it comes to --tv. Policy and drafter learn at rates of 1e-12, so both runs see the same law.
 
+A drafter that is nearly the policy cannot be biased by 2 %, even if every draft is accepted: take a weaker one (the
+table shows the TV that was reached), and as many steps as the excess over the monitor's tolerance needs to show.
+
 Exits with 1 unless the biased run raises an alarm and the other does not.
 """
 
