@@ -1,136 +1,187 @@
-"""A GRPO step by draftkit and by TRL, side by side: seconds a step, tokens/s.
+"""`draftkit rl` side by side with TRL's GRPOTrainer: seconds a step, tokens/s.
 
-    python scripts/bench_rl.py --model DIR [--drafter DIR] [--steps 4] [--repeats 2] [--out DIR] [a.b=value ...]
+    python scripts/bench_rl.py --model DIR [--drafter DIR] [--steps 6] [--repeats 3] [--arms NAME,NAME] [--out DIR]
+                               [a.b=value ...]
 
-Same policy (--model, a directory, for example the `warmup` of an earlier run), prompts in the same order, reward
-function, number of samples, longest answer, temperature, optimizer, learning rate, clip and loss; one update a step.
-Arms: TRL without speculation, draftkit with `--spec none`, draftkit with `--spec eagle3` (a grown drafter without
---drafter). Each runs in a process of its own, one after the other, in turns (`--repeats`); of every run the first step
-is left out as warm-up. Further arguments are recipe overrides for all.
+All arms start from the same policy (--model, for example the `warmup` of an earlier run) and take the same prompts in
+the same order, with the recipe's number of samples, longest answer, temperature, reward, learning rate, AdamW, clip and
+GRPO loss, without KL, one update a step. Arms: TRL with each of its ways to generate, `draftkit rl` with `--spec none`
+and with `--spec eagle3`, which grows a drafter in its first step unless --drafter names one. A run is a process of its
+own; arms take turns, and each repeat begins with another one. The first step of every run is left out as warm-up:
+kernels and memory are made once. Evaluations do not count either, nor does saving. TRL recomputes no activations
+(`gradient_checkpointing`), as draftkit does not.
 
-TRL has three ways to generate: vLLM (`vllm_mode="colocate"`), transformers' continuous batching and its `generate`.
-Each that runs is an arm, of the others the error is printed; "times as fast" is against the fastest. What is not equal
-stands under the table.
-TRL comes into the virtual environment with `pip install trl`.
+What TRL cannot do on this machine is tried once and its error printed. By the source of TRL 1.16 with the CPU build of
+vLLM 0.32 (a trial did not get so far): `vllm_mode="colocate"` should fail at its first weight update, which calls
+`load_weights` on layers that vLLM's CPU kernels have packed (`dispatch_cpu_unquantized_gemm` leaves an empty tensor);
+`"server"` asks for CUDA, to send weights by NCCL. Where `trl-vllm` does finish, check that its engine follows the policy.
+
+TRL is an extra: `pip install -e '.[bench]'`. Further arguments override the recipe rl-quickstart for all arms.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftkit.console import table
+from rich.markup import escape
+
+from draftkit.console import closing, say, table
+from draftkit.errors import RunFailed, UserError, explain
 from draftkit.recipe import RL_QUICKSTART, Recipe, load_recipe
+from draftkit.rl.ledger import step_seconds
 
-MODES = ("vllm", "continuous batching", "generate")  # of TRL's generation
-MICRO_BATCH = 16  # sequences of one forward in TRL
-NOTES = """Not equal:
-- draftkit also looks after every publish whether the engine holds the policy (canary) and, with a drafter, trains it.
-- draftkit makes a log-probability forward with statistics before the update; TRL needs none for one update.
-- Weights: bfloat16 with float32 masters (DeepSpeed ZeRO-2) in draftkit, float32 under bfloat16 autocast in TRL.
-- draftkit computes a prompt once for its group and skips groups of equal rewards in the update; TRL does neither.
-- TRL's `gradient_checkpointing` is switched off, as draftkit's is by default: recomputing would cost it time."""
+TRL = ("trl-vllm", "trl-paged", "trl-generate")
+ARMS = (*TRL, "draftkit-none", "draftkit-eagle3")
+MICRO_BATCH = 32  # most sequences of one forward in TRL
+PAGE = 256  # tokens in a page of transformers' continuous batching
+ALL_ARMS = {"warmup.steps": 0, "rl.probe_every": 0}  # no probe steps: a draftkit arm is one kind of step throughout
+ERROR = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")  # torch.distributed names its rank
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--drafter")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench-rl"))
-    parser.add_argument("--trl-mode", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
-    recipe, _ = load_recipe(RL_QUICKSTART, [*asked.overrides, "warmup.steps=0"], {"model.path": asked.model})
-    if asked.trl_mode:
-        run_trl(recipe, asked.trl_mode, asked.steps, asked.out)
-        return
-    asked.out.mkdir(parents=True, exist_ok=True)
-
-    drafter = ["--drafter", asked.drafter] if asked.drafter else []
-    found: dict[str, list[dict[str, float]]] = {}
-    errors: dict[str, str] = {}
-    for repeat in range(asked.repeats):
-        for mode in (m for m in MODES if m not in errors):
-            steps, error = trl_arm(asked, mode, asked.out / f"trl-{MODES.index(mode)}-{repeat}.json")
-            if steps is None:
-                errors[mode] = error
-            else:
-                found.setdefault(f"TRL, {mode}", []).extend(steps)
-        for name, flags in (("none", ["--spec", "none"]), ("eagle3", ["--spec", "eagle3", *drafter])):
-            out = asked.out / f"{name}-{repeat}"
-            found.setdefault(f"draftkit, {name}", []).extend(draftkit_arm(asked, out, flags))
-    show(found)
-    print(NOTES, *(f"- TRL with {mode} does not run here: {error}" for mode, error in errors.items()), sep="\n")
+NOTES = {  # beginning of an arm's name -> what is not equal where such an arm ran
+    "": "answers are sampled, so arms write different numbers of tokens: compare tokens/s, or read both ratios",
+    "draftkit": "draftkit computes a prompt once for its group and leaves groups of equal rewards out of the update; "
+    "TRL does neither, and without Triton its LM head covers prompts and padding too",
+    "draftkit-": "draftkit scores the rollouts before the update and has a canary look at the engine after each "
+    "publish; TRL does the first with vLLM only and not the second",
+    "draftkit-eagle3": "draftkit-eagle3 also trains the drafter when its trigger says so, and publishes it",
+    "trl-": "weights in bfloat16 runs: draftkit trains bfloat16 ones with float32 masters, and its engine holds the "
+    "former",
+    "trl-vllm": "trl-vllm: float32 weights under autocast, copied to the engine in every step",
+    "trl-generate": "trl-generate: float32 weights under autocast, cast anew for every token",
+    "trl-paged": "trl-paged: continuous batching casts the trained weights to bfloat16 for good, without masters",
+}
 
 
-def show(found: dict[str, list[dict[str, float]]]) -> None:
-    middle = {arm: statistics.median(step["seconds"] for step in steps) for arm, steps in found.items()}
-    base = min(seconds for arm, seconds in middle.items() if arm.startswith("TRL"))
-    rows = []
-    for arm, steps in found.items():
-        seconds = [step["seconds"] for step in steps]
-        rows.append(
-            [
-                arm,
-                str(len(steps)),
-                shown(seconds),
-                shown([step["generate"] for step in steps]),
-                shown([step["tokens"] / step["seconds"] for step in steps], 0),
-                shown([step["tokens"] / step["generate"] for step in steps], 0),
-                f"{base / middle[arm]:.2f}",
-            ]
+def main() -> int:
+    args = arguments()
+    try:
+        if args.child:
+            run_trl(read_recipe(args), args.child, args.steps, args.out)
+        else:
+            bench(args)
+    except (UserError, RunFailed) as error:
+        code, message, hint = explain(error)
+        say(escape(f"{message} {hint}".strip()))
+        return code
+    return 0
+
+
+def bench(args: argparse.Namespace) -> None:
+    names = args.arms.split(",")
+    if unknown := [name for name in names if name not in ARMS]:
+        raise UserError(f"--arms: there is no arm {unknown[0]!r}.", f"Arms: {', '.join(ARMS)}.")
+    if args.steps < 2:
+        raise UserError(f"--steps ({args.steps}): the first step is left out.", "Two or more.")
+    check(read_recipe(args))
+    if any(name in TRL for name in names) and importlib.util.find_spec("trl") is None:
+        raise UserError(
+            "TRL is not installed.", "pip install -e '.[bench]', or leave it out with --arms draftkit-none,..."
         )
-    columns = ["arm", "steps", "s a step", "of which rollouts, s", "tokens/s", "in rollouts", "times as fast"]
-    table("GRPO steps", columns, rows, caption="median (lowest-highest); tokens: sampled ones")
+    args.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    for repeat in range(args.repeats):
+        turn = names[repeat % len(names) :] + names[: repeat % len(names)]
+        for name in [name for name in turn if name not in failed]:
+            try:
+                steps = one_run(args, name, repeat)[1:]
+            except RunFailed as error:
+                if name not in TRL:
+                    raise
+                failed[name] = str(error)
+                say(escape(f"{name} does not run here: {error}"))
+                continue
+            found[name] += steps
+            seconds = spread([step["seconds"] for step in steps], 1)
+            say(f"repeat {repeat + 1} of {args.repeats}, {name}: {seconds} s a step")
+    (args.out / "steps.json").write_text(json.dumps({"steps": found, "failed": failed}, indent=2))
+    report(found, failed, args)
 
 
-def shown(values: Sequence[float], digits: int = 1) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+def read_recipe(args: argparse.Namespace) -> Recipe:
+    return load_recipe(RL_QUICKSTART, overrides(args), {"model.path": args.model, "rl.steps": args.steps})[0]
 
 
-# ---- arms -----------------------------------------------------------------------------------------------------------
+def overrides(args: argparse.Namespace) -> list[str]:
+    """The user's, and of ours what the user did not set."""
+    theirs = {text.partition("=")[0] for text in args.overrides}
+    return [*args.overrides, *(f"{key}={value}" for key, value in ALL_ARMS.items() if key not in theirs)]
 
 
-def draftkit_arm(asked: argparse.Namespace, out: Path, flags: Sequence[str]) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "draftkit", "rl", "--overwrite", "--out", str(out), *flags]
-    command += ["--model", asked.model, "--steps", str(asked.steps), "warmup.steps=0", "rl.eval_every=1000000"]
-    command += ["rl.probe_every=0", "rl.eval_prompts=2", *asked.overrides]
-    subprocess.run(command, check=True)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def check(recipe: Recipe) -> None:
+    """Refuse what TRL would do otherwise."""
+    rl, wanted = recipe.rl, {"loss": "grpo", "kl_coef": 0.0, "updates": 1, "environment": "single-turn", "lag": 0}
+    for name, value in (wanted | {"overlong_buffer": 0}).items():
+        if getattr(rl, name) != value:
+            raise UserError(f"rl.{name} is {getattr(rl, name)}; this comparison needs {value}.")
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def one_run(args: argparse.Namespace, name: str, repeat: int) -> list[dict[str, Any]]:
+    """Every step of one run, in a process of its own. RunFailed with its last error."""
+    out, log = args.out / f"{name}-{repeat}", args.out / f"{name}-{repeat}.log"
+    common = ["--model", args.model, "--steps", str(args.steps), *overrides(args)]
+    if name in TRL:
+        out = out.with_suffix(".json")
+        command = [sys.executable, __file__, "--child", name, "--out", str(out), *common]
+    else:
+        method = name.removeprefix("draftkit-")
+        drafter = ["--drafter", args.drafter] if args.drafter and method == "eagle3" else []
+        command = [sys.executable, "-m", "draftkit", "rl", "--spec", method, *drafter, "--overwrite", *common]
+        command += ["--out", str(out)]
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RunFailed(f"{reason(log.read_text(), code)} (all of it: {log})")
+    return json.loads(out.read_text()) if name in TRL else draftkit_steps((out / "metrics.jsonl").read_text())
+
+
+def reason(log: str, code: int) -> str:
+    """The last exception that a log names."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [found[1] for found in map(ERROR.match, lines) if found]
+    return (named or lines or [f"exit code {code}"])[-1][:300]
+
+
+def draftkit_steps(metrics: str) -> list[dict[str, Any]]:
+    """From a run's metrics.jsonl; evaluations left out."""
+    rows = [json.loads(line) for line in metrics.splitlines()]
     return [
         {
-            "seconds": row["time_s"]["total"] - row["time_s"]["eval"],
+            "seconds": step_seconds(row["time_s"]),
             "generate": row["generate_s"],
             "tokens": row["response_tokens"],
+            "reward": row["reward_mean"],
+            "acceptance": row["acceptance_length"],
         }
         for row in rows
-        if row.get("step", 0) > 1
+        if "time_s" in row
     ]
 
 
-def trl_arm(asked: argparse.Namespace, mode: str, out: Path) -> tuple[list[dict[str, float]] | None, str]:
-    """(steps, why there are none)."""
-    command = [sys.executable, __file__, "--model", asked.model, "--steps", str(asked.steps), "--out", str(out)]
-    done = subprocess.run([*command, "--trl-mode", mode, *asked.overrides], stderr=subprocess.PIPE, text=True)
-    if done.returncode == 0:
-        return json.loads(out.read_text())[1:], ""
-    if mode == MODES[-1]:  # the one that needs nothing
-        sys.exit(done.stderr)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return None, next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no message")
+def micro_batch(num: int) -> int:
+    """The largest divisor of the step's sequences that one forward may hold."""
+    return max(n for n in range(1, min(num, MICRO_BATCH) + 1) if num % n == 0)
 
 
-def run_trl(recipe: Recipe, mode: str, steps: int, out: Path) -> None:
-    """`steps` GRPO steps of TRL in this process; seconds, rollout seconds and tokens of each into `out`."""
+def run_trl(recipe: Recipe, arm: str, steps: int, out: Path) -> None:
+    """`steps` GRPO steps of TRL in this process; what each took, as JSON."""
+    import os
+
+    import torch
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -138,83 +189,167 @@ def run_trl(recipe: Recipe, mode: str, steps: int, out: Path) -> None:
     from draftkit.data.data_recipe import load_data_recipe
     from draftkit.models import load_tokenizer
     from draftkit.rl.envs import load_reward
+    from draftkit.rl.grpo import resolve_settings
+    from draftkit.rl.policy import lr_at
     from draftkit.rl.prompts import open_prompts
+    from draftkit.rl.template import ChatTemplate
+    from draftkit.rl.zero import compute_dtype
 
-    data_recipe = load_data_recipe(recipe.data.recipe)
-    stream, _ = open_prompts(recipe, data_recipe, load_tokenizer(Path(recipe.model.path), False))
+    data_recipe, tokenizer = load_data_recipe(recipe.data.recipe), load_tokenizer(Path(recipe.model.path), False)
+    stream, _ = open_prompts(recipe, data_recipe, tokenizer)
     prompts = stream.take(steps * recipe.rl.prompts_per_step)
-    verify, tokens = load_reward(recipe, data_recipe), []
-    num, policy = recipe.rl.prompts_per_step * recipe.sampling.n, recipe.policy
+    verify, sampling, policy = load_reward(recipe, data_recipe), recipe.sampling, recipe.policy
+    loss, num = resolve_settings(recipe), recipe.rl.prompts_per_step * sampling.n
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.engine.kv_cache_gib))))
+    rows: list[dict[str, Any]] = [{} for _ in range(steps)]
+    began: list[float] = []
 
     def reward(completions: Any, completion_ids: Any, number: Any, **_: Any) -> list[float]:
-        tokens.append(sum(map(len, completion_ids)))
-        return [verify(prompts[i], c[0]["content"]) for i, c in zip(number, completions, strict=True)]
+        earned = [verify(prompts[i], said[-1]["content"]) for i, said in zip(number, completions, strict=True)]
+        rows[len(began) - 1] |= {"tokens": sum(map(len, completion_ids)), "reward": statistics.fmean(earned)}
+        return earned
 
     settings = GRPOConfig(
         output_dir=str(out.with_suffix("")),
-        use_cpu=not _on_gpu(),
-        bf16=policy.dtype == "bfloat16",
-        per_device_train_batch_size=min(MICRO_BATCH, num),
-        gradient_accumulation_steps=max(1, num // MICRO_BATCH),
-        num_generations=recipe.sampling.n,
-        max_completion_length=recipe.sampling.max_tokens,
-        temperature=recipe.sampling.temperature,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=compute_dtype(policy) == torch.bfloat16,
+        per_device_train_batch_size=micro_batch(num),
+        gradient_accumulation_steps=num // micro_batch(num),
+        num_generations=sampling.n,
+        max_completion_length=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        chat_template_kwargs={} if sampling.thinking is None else {"enable_thinking": sampling.thinking},
         max_steps=steps,
         learning_rate=policy.lr,
         lr_scheduler_type="constant",
-        warmup_steps=policy.lr_warmup_steps,
         adam_beta1=policy.betas[0],
         adam_beta2=policy.betas[1],
         weight_decay=policy.weight_decay,
         max_grad_norm=policy.grad_clip,
         optim="adamw_torch_fused",
         loss_type="grpo",
+        epsilon=loss.clip_low,
+        epsilon_high=loss.clip_high,
         beta=0.0,
         num_iterations=1,
-        gradient_checkpointing=False,
+        gradient_checkpointing=policy.gradient_checkpointing,
         shuffle_dataset=False,
         save_strategy="no",
-        report_to=[],
+        report_to="none",
+        disable_tqdm=True,
         logging_steps=1,
         seed=recipe.rl.seed,
-        use_vllm=mode == "vllm",
+        use_vllm=arm == "trl-vllm",
         vllm_mode="colocate",
         vllm_max_model_length=recipe.engine.max_model_len,
-        use_transformers_continuous_batching=mode == "continuous batching",
+        vllm_importance_sampling_correction=loss.tis_clip is not None,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=loss.tis_clip,
+        use_transformers_continuous_batching=arm == "trl-paged",
+        # Sized for the step: TRL's own choice is half of the free memory, which on a CPU is the machine's.
+        transformers_continuous_batching_config={
+            "page_size": PAGE,
+            "num_blocks": num * math.ceil(recipe.engine.max_model_len / PAGE),
+            "max_batch_tokens": policy.tokens_per_batch,
+        },
     )
-    dataset = Dataset.from_list([{"prompt": list(p.messages), "number": i} for i, p in enumerate(prompts)])
-    times: list[float] = []
-    generated: list[float] = []
 
     class Clock(TrainerCallback):
+        """A step begins before its rollouts and ends with its update, which is made at draftkit's learning rate."""
+
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            times.append(time.perf_counter())
+            began.append(time.perf_counter())
 
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            times.append(time.perf_counter())
+        def on_pre_optimizer_step(self, *_: Any, optimizer: torch.optim.Optimizer, **__: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(len(began), policy)
 
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            rows[len(began) - 1]["seconds"] = time.perf_counter() - began[-1]
+
+    dataset = Dataset.from_list([{"prompt": list(p.messages), "number": i} for i, p in enumerate(prompts)])
     trainer = GRPOTrainer(recipe.model.path, reward, settings, train_dataset=dataset, callbacks=[Clock()])
     generate = trainer._generate
+    template = ChatTemplate(tokenizer, sampling.thinking)
 
-    def timed(*arguments: Any, **named: Any) -> Any:
+    def timed(asked: Any) -> Any:
         start = time.perf_counter()
-        result = generate(*arguments, **named)
-        generated.append(time.perf_counter() - start)
-        return result
+        answered = generate(asked)
+        rows[len(began) - 1]["generate"] = time.perf_counter() - start
+        assert len(asked) == num, "all rollouts of a step at once"
+        assert list(map(list, answered[0])) == [template.prompt(p) for p in asked], "the tokens draftkit asks with"
+        return answered
 
     trainer._generate = timed
     trainer.train()
-    assert len(generated) == len(tokens) == steps, "one batch of rollouts a step"
-    seconds = [b - a for a, b in zip(times, times[1:], strict=False)]
-    rows = zip(seconds, generated, tokens, strict=True)
-    out.write_text(json.dumps([{"seconds": s, "generate": g, "tokens": t} for s, g, t in rows]))
+    out.write_text(json.dumps(rows))
 
 
-def _on_gpu() -> bool:
-    import torch
+# ---- the table ------------------------------------------------------------------------------------------------------
 
-    return torch.cuda.is_available()
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """`median (least-most)`."""
+    middle, least, most = (f"{x:,.{digits}f}" for x in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least}-{most})"
+
+
+MEASURES: dict[str, tuple[Callable[[dict[str, Any]], float | None], int]] = {  # of a step, and digits to show
+    "s a step": (lambda step: step["seconds"], 1),
+    "  of which rollouts": (lambda step: step["generate"], 1),
+    "tokens a step": (lambda step: step["tokens"], 0),
+    "tokens/s": (lambda step: step["tokens"] / step["seconds"], 0),
+    "  in rollouts": (lambda step: step["tokens"] / step["generate"], 0),
+    "acceptance length": (lambda step: step.get("acceptance"), 2),
+    "mean reward": (lambda step: step["reward"], 2),
+}
+
+
+def lines(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """Rows of the table: a title, then a cell an arm. Ratios of medians, to the TRL arm with the most tokens/s."""
+    middle = lambda name, key: statistics.median(MEASURES[key][0](step) for step in found[name])  # noqa: E731
+    made = [["steps", *(str(len(steps)) for steps in found.values())]]
+    for title, (value, digits) in MEASURES.items():
+        cells = [[v for v in map(value, steps) if v is not None] for steps in found.values()]
+        made.append([title, *(spread(cell, digits) if cell else "" for cell in cells)])
+    if rivals := [name for name in found if name in TRL]:
+        base = max(rivals, key=lambda name: middle(name, "tokens/s"))
+        ratio = lambda key, power: [f"{(middle(n, key) / middle(base, key)) ** power:.2f}" for n in found]  # noqa: E731
+        made.append([f"steps/s, {base} = 1", *ratio("s a step", -1)])
+        made.append([f"tokens/s, {base} = 1", *ratio("tokens/s", 1)])
+    return made
+
+
+def report(found: dict[str, list[dict[str, Any]]], failed: dict[str, str], args: argparse.Namespace) -> None:
+    ran = {name: steps for name, steps in found.items() if steps}
+    if not ran:
+        raise RunFailed("No arm ran.", f"Logs: {args.out}.")
+    table(
+        f"GRPO, {args.repeats} repeats of {args.steps} steps, the first of each left out: median (least-most)",
+        ["", *ran],
+        lines(ran),
+        caption="Tokens: sampled ones. Rollouts: in the engine, for TRL with rendering and publishing. Evaluations and "
+        "checkpoints are left out.",
+    )
+    notes = [f"- {note}" for arm, note in NOTES.items() if any(name.startswith(arm) for name in ran)]
+    missing = [f"- {name} does not run here: {escape(why)}" for name, why in failed.items()]
+    closing("Not equal:", *notes, *missing)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="recipe overrides")
+    parser.add_argument("--model", required=True, help="directory of the policy that every arm starts from")
+    parser.add_argument("--drafter", help="of draftkit-eagle3; default: one is grown")
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"default: {', '.join(ARMS)}")
+    parser.add_argument("--steps", type=int, default=6, help="of every run, the first one included")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench-rl"))
+    parser.add_argument("--child", choices=TRL, help=argparse.SUPPRESS)
+    return parser.parse_intermixed_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
