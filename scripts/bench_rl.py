@@ -14,7 +14,7 @@ kernels and memory are made once. Evaluations do not count either, nor does savi
 What TRL cannot do on this machine is tried once and its error printed. By the source of TRL 1.16 with the CPU build of
 vLLM 0.32 (a trial did not get so far): `vllm_mode="colocate"` should fail at its first weight update, which calls
 `load_weights` on layers that vLLM's CPU kernels have packed (`dispatch_cpu_unquantized_gemm` leaves an empty tensor);
-`"server"` asks for CUDA, to send weights by NCCL. Where `trl-vllm` does finish, check that its engine follows the policy.
+`"server"` asks for CUDA, to send weights by NCCL. Where `trl-vllm` finishes, check that its engine follows the policy.
 
 TRL is an extra: `pip install -e '.[bench]'`. Further arguments override the recipe rl-quickstart for all arms.
 """
