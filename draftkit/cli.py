@@ -281,6 +281,7 @@ def prepare(
 def train_drafter(
     overrides: Overrides = None,
     recipe: RecipeOption = QUICKSTART,
+    method: Annotated[str | None, typer.Option(help="eagle3, mtp or draft-lm.")] = None,
     corpus: CorpusOption = None,
     model: Model = None,
     ttt_steps: Annotated[int | None, typer.Option(help="Test-time-training steps.")] = None,
@@ -296,12 +297,13 @@ def train_drafter(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Corpus -> EAGLE-3 drafter that stock vLLM serves, checked against vLLM before the run calls itself finished."""
+    """Corpus -> drafter that stock vLLM serves, checked against vLLM before the run calls itself finished."""
     flags = {
         "model.path": model,
         "train.ttt_steps": ttt_steps,
         "train.lr": lr,
         "train.epochs": epochs,
+        "drafter.kind": method,
         "drafter.init": init,
     }
     stage = _stage("train-drafter", recipe, overrides, flags, out)
@@ -387,7 +389,10 @@ def _serve(stage: Stage, results: dict[str, Any]) -> str:
     config = serving_config(results)
     if config is None:
         return f"{_command(stage, 'train-drafter')}  # longer, or on more data: no draft length paid here"
-    verifier = str(resolve_model(results["verifier"], stage.recipe.model.revision))
+    in_its_own = results["method"] == "mtp"
+    verifier = (
+        results["drafter"] if in_its_own else str(resolve_model(results["verifier"], stage.recipe.model.revision))
+    )
     return shlex.join(["vllm", "serve", verifier, "--speculative-config", json.dumps(config)])
 
 

@@ -57,7 +57,8 @@ class DataSection(Section):
 
 
 class DrafterSection(Section):
-    kind: Literal["eagle3"] = "eagle3"
+    kind: Literal["eagle3", "mtp", "draft-lm"] = "eagle3"
+    num_layers: int | None = Field(None, gt=0)  # of a draft-lm made from the verifier; default: a sixth of its layers
     init: str | None = None  # directory of an existing drafter to warm-start from; default: from the verifier
     aux_layers: list[int] | None = None  # verifier layer ids as vLLM counts them; default (2, n//2, n-3)
     draft_vocab_size: int | None = Field(None, gt=0)  # default: chosen from the corpus by vocab_coverage
@@ -73,6 +74,7 @@ class TrainSection(Section):
     grad_accum: int = Field(1, gt=0)
     ttt_steps: int = Field(3, ge=1)
     ttt_decay: float = Field(0.8, gt=0, le=1)
+    loss: dict[Literal["kl", "ce", "tv", "lk-alpha", "lk-hybrid", "tv-chain"], float] = {"kl": 1.0}  # name: weight
     lr: float = Field(1e-3, gt=0)
     lr_min_ratio: float = Field(0.05, ge=0, le=1)
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
@@ -86,6 +88,18 @@ class TrainSection(Section):
     seed: int = 0
     parity: bool = True
     parity_prompts: int = Field(8, gt=0)
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _by_name(cls, loss: Any) -> Any:
+        return {loss: 1.0} if isinstance(loss, str) else loss
+
+    @field_validator("loss")
+    @classmethod
+    def _weights(cls, loss: dict[str, float]) -> dict[str, float]:
+        if not loss or min(loss.values()) < 0 or max(loss.values()) == 0:
+            raise ValueError("should give each loss a weight of 0 or more, and one of them more than 0")
+        return loss
 
 
 class EvalSection(Section):

@@ -56,6 +56,7 @@ class Sampling:
 class SpecConfig:
     """How an engine speculates. model: a drafter directory, None for `ngram`; k: the most tokens drafted a round.
 
+    target: a directory to serve in place of the verifier's own, the verifier with its MTP layers stitched in.
     rejection_sample_method None is the installed vLLM's default; only lossless ones are served (`engine`).
     """
 
@@ -64,6 +65,7 @@ class SpecConfig:
     k: int
     draft_sample_method: str = "greedy"
     rejection_sample_method: str | None = None
+    target: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

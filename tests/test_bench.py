@@ -107,6 +107,11 @@ def test_method_follows_from_the_drafter(tmp_path, facts):
     for name, config, method in (("a", EAGLE3, "eagle3"), ("b", speculators, "eagle3"), ("c", plain, "draft_model")):
         path = drafter_dir(tmp_path / name, config, MINE)
         assert resolve_drafter(path, facts, MINE, 5) == SpecConfig(method, path, 5)
+    eagle = drafter_dir(tmp_path / "e", {**EAGLE3, "architectures": ["EagleLlamaForCausalLM"]}, MINE)
+    assert resolve_drafter(eagle, facts, MINE, 5) == SpecConfig("eagle", eagle, 5)
+    stitched = {**EAGLE3, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    mtp = drafter_dir(tmp_path / "m", stitched, MINE)
+    assert resolve_drafter(mtp, facts, MINE, 5) == SpecConfig("mtp", None, 5, target=mtp)
     assert resolve_drafter("ngram", facts, MINE, 3) == SpecConfig("ngram", None, 3)
 
 
@@ -123,7 +128,8 @@ def test_a_training_run_stands_for_its_export(tmp_path, facts):
         (EAGLE3 | {"hidden_size": 64}, None, "its hidden size is 64, the verifier's is 576"),
         (EAGLE3 | {"vocab_size": 32000}, None, "its vocabulary is 32000"),
         ({"architectures": ["LlamaForCausalLM"], "vocab_size": 32000}, None, "its vocabulary is 32000"),
-        ({"architectures": ["EagleLlamaForCausalLM"]}, None, "cannot tell a drafting method"),
+        ({"architectures": ["EagleLlamaForCausalLM"], "hidden_size": 64}, None, "its hidden size is 64"),
+        ({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "hidden_size": 64}, None, "size is 64"),
         ({"architectures": ["BertModel"]}, None, "cannot tell a drafting method"),
     ],
 )

@@ -27,7 +27,7 @@ def test_slot_sums_are_loops_over_the_vocabulary(monkeypatch, temperature, chunk
     token = torch.randint(VOCAB, (SLOTS,), generator=made)
     draft_id = torch.tensor([CHOSEN.index(t) if t in CHOSEN else -1 for t in token.tolist()])
     lse = (hidden @ head.T / temperature).logsumexp(-1)
-    teacher = Teacher(hidden, lse, draft_id, head[CHOSEN], temperature)
+    teacher = Teacher(hidden, lse, draft_id, draft_id, head[CHOSEN], temperature)
     got = slot_sums(teacher, state, draft_head, draft_id)
     favourite = favourite_var = overlap = overlap_var = 0.0
     for r in range(SLOTS):

@@ -43,10 +43,10 @@ MASKS = (
 class _ExactRope(torch.nn.Module):
     """LlamaRotaryEmbedding turns angles in float32, as vLLM does; here they are float64 like everything else."""
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         exponents = torch.arange(0, CONFIG.head_dim, 2, dtype=torch.float64) / CONFIG.head_dim
-        angles = position_ids.double().unsqueeze(-1) / CONFIG.rope_parameters["rope_theta"] ** exponents
-        angles = torch.cat([angles, angles], -1)
+        angles = positions.double().unsqueeze(-1) / CONFIG.rope_parameters["rope_theta"] ** exponents
+        angles = torch.cat([angles, angles], -1).unsqueeze(1)
         return angles.cos(), angles.sin()
 
 
@@ -107,6 +107,7 @@ def _loss(drafter: Eagle3, batch: DraftBatch, head_VH: torch.Tensor, denominator
         hidden_RH=batch.last_NH[labels],
         lse_R=batch.lse_N[labels],
         top_R=draft_id[batch.top_N[labels]],
+        token_R=draft_id[batch.tokens_N[(labels + 1).clamp(max=len(batch.tokens_N) - 1)]],
         head_DH=head_VH[chosen],
         temperature=TEMPERATURE,
     )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from draftkit.data.capture import StreamedStates, collate
 from draftkit.drafters import losses
 from draftkit.drafters.losses import Teacher, drafter_loss
+from draftkit.drafters.objectives import CHAINED, OBJECTIVES, OF_OVERLAP
 from draftkit.engine import Engine
 from draftkit.train.documents import document
 from draftkit.types import Sampling, SpecConfig
@@ -47,6 +48,7 @@ class _Case:
             hidden_RH=self.hidden,
             lse_R=logits.logsumexp(-1),
             top_R=draft_id[logits.argmax(-1)],
+            token_R=draft_id[torch.randint(VOCAB, (ROWS,), generator=made)],
             head_DH=self.target[CHOSEN],
             temperature=temperature,
         )
@@ -95,6 +97,90 @@ def test_loss_gradient_and_metrics_equal_the_naive_ones(chunk, temperature):
         torch.autograd.grad(loss * 3, inputs), torch.autograd.grad(want_loss * 3, inputs), strict=True
     ):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-14)
+
+
+# ---- every objective, by its definition and autograd --------------------------------------------------------------
+
+
+def _by_definition(name: str, case: _Case) -> torch.Tensor:
+    """The loss of one objective from full tables, a slot at a time, for autograd."""
+    total = torch.zeros((), dtype=torch.float64)
+    for r in range(ROWS):
+        chain = torch.ones((), dtype=torch.float64)
+        for i, valid in enumerate(_valid()):
+            if not valid[r]:
+                break
+            full = case.log_p[r + i].exp()[CHOSEN]
+            log_q = (case.head @ case.states[i][r] / case.temperature).log_softmax(-1)
+            alpha = torch.minimum(full, log_q.exp()).sum()
+            chain = chain * alpha
+            kl = F.kl_div(log_q, case.log_p[r + i][CHOSEN].log_softmax(-1), reduction="sum", log_target=True)
+            token = case.teacher.token_R[r + i]
+            mix = torch.exp(-3 * alpha.detach())
+            value = {
+                "kl": kl,
+                "ce": -log_q[token] if token >= 0 else torch.zeros((), dtype=torch.float64),
+                "tv": 1 - alpha,
+                "lk-alpha": -alpha.log(),
+                "lk-hybrid": mix * kl + (1 - mix) * (1 - alpha),
+                "tv-chain": 1 - chain,
+            }[name]
+            total = total + value * (1 if name == "tv-chain" else DECAY**i) / 17.0
+    return total
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_and_its_gradient_equal_its_definition(chunk, name, temperature):
+    case = _Case(temperature)
+    assert (case.teacher.token_R < 0).any() and (case.teacher.token_R >= 0).any()
+    inputs = [case.head, *case.states]
+    loss, _ = case.fused(objective={name: 1.0})
+    want = _by_definition(name, case)
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+    for got, expected in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(want, inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_objectives_add_up_by_their_weights(chunk):
+    case, inputs_of = _Case(), lambda c: [c.head, *c.states]
+    mixed = {"ce": 0.3, "lk-hybrid": 2.0, "tv-chain": 0.7, "kl": 0.1}
+    loss, _ = case.fused(objective=mixed)
+    want = sum(weight * _by_definition(name, case) for name, weight in mixed.items())
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+    for got, expected in zip(
+        torch.autograd.grad(loss, inputs_of(case)), torch.autograd.grad(want, inputs_of(case)), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_states_the_same_one(chunk):
+    case = _Case()
+    loss, _ = case.fused()
+    want = torch.autograd.grad(loss, case.states)
+    case.head = case.head.detach()
+    loss, _ = case.fused()
+    for got, expected in zip(torch.autograd.grad(loss, case.states), want, strict=True):
+        assert torch.equal(got, expected)
+    assert not case.head.requires_grad
+
+
+@pytest.mark.parametrize("name", sorted(OF_OVERLAP - CHAINED))
+def test_an_objective_of_acceptance_raises_it(name):
+    """Gradient steps on one objective of the overlap raise the share of sampled drafts that would be accepted."""
+    case = _Case()
+    states = [s.detach().clone().requires_grad_() for s in case.states]
+    optimizer = torch.optim.Adam(states, lr=0.05)
+    shares = []
+    for _ in range(60):
+        loss, metrics = drafter_loss(
+            states, case.head.detach(), case.teacher, _valid(), DECAY, 17.0, objective={name: 1.0}
+        )
+        shares.append(float((metrics["sampled"] / metrics["count"]).mean()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert shares[-1] > shares[0] + 0.1
 
 
 def test_gradcheck(chunk):

@@ -112,7 +112,7 @@ class Verifier:
         for row, document in enumerate(documents):
             tokens[row, : len(document.tokens)] = torch.tensor(document.tokens)
         last = self.model.model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
-        aux = self._taps.take()
+        aux = self._taps.take() if self.aux_layers else last[..., :0]
         result = []
         for row, document in enumerate(documents):
             length = len(document.tokens)

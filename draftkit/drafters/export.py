@@ -1,8 +1,7 @@
 """Drafter directories that others serve: the plain layout (vLLM, `method: eagle3`) and the speculators layout.
 
 Every flag is written, also where vLLM's default would do: its defaults differ between the two layouts
-(`norm_before_residual`) and the auxiliary ids are read from different keys by its two runners. Written aside and
-renamed, `draftkit.json` (who the verifier is) inside, so a directory that exists is whole.
+(`norm_before_residual`) and the auxiliary ids are read from different keys by its two runners.
 
 Left out: the SGLang layout.
 """
@@ -10,27 +9,25 @@ Left out: the SGLang layout.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from draftkit import __version__
+from draftkit.drafters.base import whole_directory
+from draftkit.drafters.card import model_card
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config
-
-SCHEMA = "draftkit.drafter/1"
 
 
 def export(drafter: Eagle3, directory: Path, verifier: dict[str, str], card: dict[str, Any]) -> None:
     """Write `directory` (plain layout) and `directory`-speculators. verifier: its fingerprint; card: for README.md."""
-    tensors = export_plain(drafter, directory, verifier, model_card(plain_config(drafter.config), card))
+    readme = model_card(drafter, card)
+    tensors = export_plain(drafter, directory, verifier, readme)
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     renamed["embed_tokens.weight"] = drafter.embed_VH.detach().to("cpu", torch.bfloat16).clone()
     speculators = directory.with_name(directory.name + "-speculators")
-    config = speculators_config(drafter.config, card)
-    _write(speculators, config, renamed, verifier, model_card(config, card))
+    _write(speculators, speculators_config(drafter.config, card), renamed, verifier, readme)
 
 
 def export_plain(drafter: Eagle3, directory: Path, verifier: dict[str, str], readme: str) -> dict[str, torch.Tensor]:
@@ -117,53 +114,9 @@ def _layer_config(c: Eagle3Config) -> dict[str, Any]:
 
 
 def _write(
-    directory: Path,
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    verifier: dict[str, str],
-    readme: str,
+    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], verifier: dict[str, str], readme: str
 ) -> None:
-    aside = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (aside / "draftkit.json").write_text(
-        json.dumps({"schema": SCHEMA, "draftkit": __version__, "verifier": verifier}, indent=2) + "\n"
-    )
-    (aside / "README.md").write_text(readme)
-    shutil.rmtree(directory, ignore_errors=True)
-    aside.rename(directory)
-
-
-def model_card(config: dict[str, Any], card: dict[str, Any]) -> str:
-    """What it was trained on, how, what it measured, how to serve it."""
-    recipe, held = card["recipe"], card["heldout"]
-    k = recipe["train"]["ttt_steps"]
-    sampling, train = recipe["sampling"], recipe["train"]
-    rows = "\n".join(
-        f"| {i + 1} | {a:.3f} | {g:.3f} | {s:.3f} |"
-        for i, (a, g, s) in enumerate(
-            zip(held["cond_acc"], held["expected_acceptance_greedy"], held["expected_acceptance_sampled"], strict=True)
-        )
-    )
-    return f"""# EAGLE-3 drafter for {recipe["model"]["path"]}
-
-Trained by draftkit {__version__} on answers of the verifier itself to `{recipe["data"]["recipe"]}` prompts, sampled at
-temperature {sampling["temperature"]:g}, top-p {sampling["top_p"]:g}, at most {sampling["max_tokens"]} tokens
-({sampling["n"]} sampled and {sampling["greedy_n"]} greedy answers a prompt). {train["epochs"]:g} epochs,
-{train["ttt_steps"]} TTT steps (decay {train["ttt_decay"]:g}), AdamW, peak learning rate {train["lr"]:g}.
-Draft vocabulary {config["draft_vocab_size"]:,}.
-
-Held-out prompts, at temperature {sampling["temperature"] or 1:g} against the full vocabulary:
-
-| TTT step | cond. accuracy | greedy acceptance | sampled acceptance |
-|---|---|---|---|
-{rows}
-
-Acceptance length of greedy drafts {held["walk_acceptance_length"]:.2f} at k = {k};
-vocabulary ceiling {held["vocab_ceiling"]:.3f};
-verifier's own E(max p) {held["verifier_max_p"]:.3f}.
-
-Serve: `--speculative-config '{{"method": "eagle3", "model": "<this directory>", "num_speculative_tokens": {k}}}'`
-"""
+    with whole_directory(directory, verifier) as aside:
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (aside / "README.md").write_text(readme)

@@ -41,8 +41,9 @@ def prepare_environment(recipe: EngineSection) -> None:
 class Engine:
     """A vLLM engine in this process.
 
-    model: directory of the verifier. spec: None for plain decoding. can_sleep: make `sleep` possible on a GPU, where
-    only one such engine fits into a process. Raises UserError when the drafter cannot be served.
+    model: directory of the verifier. spec: None for plain decoding; its target is served in place of `model`.
+    can_sleep: make `sleep` possible on a GPU, where only one such engine fits into a process. Raises UserError when the
+    drafter cannot be served.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Engine:
         self._can_sleep = can_sleep
         self.between_steps: Callable[[], None] = lambda: None  # may raise, to end a call of generate
         self._counters = SpecCounters()
-        self._llm = LLM(**self._settings(str(model), recipe_engine, seed))
+        served = spec.target if spec is not None and spec.target is not None else str(model)
+        self._llm = LLM(**self._settings(served, recipe_engine, seed))
         if spec is not None:
             methods.check_served_lossless(self._llm.llm_engine.vllm_config.speculative_config)
             if self._tensor_parallel == 1:

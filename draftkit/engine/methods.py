@@ -13,6 +13,7 @@ from draftkit.types import SpecConfig
 
 METHODS = {
     "eagle3": "eagle3",
+    "eagle": "eagle",
     "mtp": "mtp",
     "draft-lm": "draft_model",
     "draft_model": "draft_model",

@@ -153,12 +153,13 @@ def heldout_prompts(recipe: Recipe, corpus: Path, verifier: Path, k: int) -> dic
 
 def plan_row(recipe: Recipe, verifier: Path, spec: SpecConfig, drafter: str | None, prompt_ids: list[str]) -> Row:
     """The first line of metrics.jsonl: all that the table needs beside the measurements."""
+    served = spec.model or spec.target
     return {
         "event": "plan",
         "verifier": recipe.model.path,
         "verifier_fingerprint": fingerprint(verifier),
         "drafter": None if spec.method == NGRAM else drafter,
-        "drafter_weights": fingerprint(Path(spec.model))["weights"] if spec.model else None,
+        "drafter_weights": fingerprint(Path(served))["weights"] if served else None,
         "method": spec.method,
         "draft_sample_method": spec.draft_sample_method,
         "temperature": temperatures(recipe)[0],

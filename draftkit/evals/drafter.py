@@ -1,9 +1,10 @@
 """Which drafter is being measured, and whether it can serve this verifier at all: questions asked before any engine.
 
-The method follows from the drafter's own `config.json`: an EAGLE-3 head (plain or speculators format) or an ordinary
-causal language model of the same vocabulary. A drafter for another verifier would be served without complaint and
-accept next to nothing, so what can be checked is checked: the fingerprint that draftkit writes into its exports, and
-sizes for drafters from elsewhere. Left out: MTP heads and EAGLE-1.
+The method follows from the drafter's own `config.json`: an EAGLE-3 head (plain or speculators format), an EAGLE-1 head,
+a verifier with MTP layers in its checkpoint, which is then served in the plain one's place, or an ordinary causal
+language model of the same vocabulary. A drafter for another verifier would be served without complaint and accept next
+to nothing, so what can be checked is checked: the fingerprint that draftkit writes into its exports, and sizes for
+drafters from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from draftkit.types import SpecConfig
 NGRAM = "ngram"
 # vLLM overrides the method of a drafter whose *path* contains one of these, unless it is an EAGLE method anyway.
 METHOD_BY_PATH = ("eagle-", "eagle3", "dflash", "dspark")
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of a config whose checkpoint holds MTP layers
 
 
 def resolve_drafter(drafter: str | None, verifier: ModelFacts, fingerprint: dict[str, str], k: int) -> SpecConfig:
@@ -33,11 +35,13 @@ def resolve_drafter(drafter: str | None, verifier: ModelFacts, fingerprint: dict
         path = path / "drafter"
     config = _read_config(path)
     method = _method(config, path)
-    if method == "eagle3":
-        _check_eagle3(config, path, verifier)
-    else:
+    if method == "draft_model":
         _check_draft_model(config, path, verifier)
+    else:
+        _check_sizes(config, path, verifier)
     _check_provenance(path, fingerprint)
+    if method == "mtp":
+        return SpecConfig(method, None, k, target=str(path))
     return SpecConfig(method, str(path), k)
 
 
@@ -65,17 +69,21 @@ def _method(config: dict[str, Any], path: Path) -> str:
     architectures = config.get("architectures") or []
     if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name.lower() for name in architectures):
         return "eagle3"
+    if any(name.startswith("Eagle") and name.endswith("ForCausalLM") for name in architectures):
+        return "eagle"
+    if any(config.get(key) for key in MTP_KEYS):
+        return "mtp"
     if "speculators_model_type" not in config and any(
         name.endswith("ForCausalLM") and "eagle" not in name.lower() for name in architectures
     ):
         return "draft_model"
     raise UserError(
         f"{path / 'config.json'}: cannot tell a drafting method from architectures {architectures}.",
-        "Served are EAGLE-3 heads and plain causal language models; or pass ngram.",
+        "Served are EAGLE-3 and EAGLE-1 heads, verifiers with MTP layers and causal language models; or pass ngram.",
     )
 
 
-def _check_eagle3(config: dict[str, Any], path: Path, verifier: ModelFacts) -> None:
+def _check_sizes(config: dict[str, Any], path: Path, verifier: ModelFacts) -> None:
     layer = config.get("transformer_layer_config") or config  # the speculators format nests the decoder layer
     hidden = config.get("target_hidden_size") or layer.get("hidden_size")
     _same(path, "hidden size", hidden, verifier.hidden_size)

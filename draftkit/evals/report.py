@@ -88,7 +88,9 @@ def serving_config(results: dict[str, Any]) -> dict[str, Any] | None:
         return None
     config = {"method": results["method"], "num_speculative_tokens": largest}
     if results["drafter"] is not None:
-        config |= {"model": results["drafter"], "draft_sample_method": results["draft_sample_method"]}
+        config["draft_sample_method"] = results["draft_sample_method"]
+        if results["method"] != "mtp":  # it sits in the served model's own directory
+            config["model"] = results["drafter"]
     return config | {"num_speculative_tokens_per_batch_size": results["schedule"]}
 
 
@@ -98,7 +100,9 @@ def schedule_text(results: dict[str, Any]) -> str:
     if config is None:
         return f"At T = {results['temperature']:g} no tested k was shown to pay: generate without speculation."
     note = f" Batches above {tested} were not measured." if results["schedule"][-1][1] > tested else ""
-    return f"Recommended for vLLM at T = {results['temperature']:g}: speculative_config={json.dumps(config)}{note}"
+    served = f" (serve {results['drafter']})" if results["method"] == "mtp" else ""
+    shown = json.dumps(config)
+    return f"Recommended for vLLM{served} at T = {results['temperature']:g}: speculative_config={shown}{note}"
 
 
 def headline(results: dict[str, Any]) -> str:

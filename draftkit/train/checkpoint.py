@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftkit.drafters.base import trained
+
 PREFIX = "step-"
 
 
@@ -52,7 +54,7 @@ def whole(
 def save(directory: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
     """Write the state after `step`, then drop all but the newest `keep` checkpoints."""
     with whole(directory, step, keep) as aside:
-        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors")
+        save_file({name: t.contiguous() for name, t in trained(model).items()}, aside / "model.safetensors")
         torch.save(optimizer.state_dict(), aside / "optimizer.pt")
 
 
@@ -73,7 +75,9 @@ def load_newest(directory: Path, model: torch.nn.Module, optimizer: torch.optim.
     checkpoints = found(directory)
     if not checkpoints:
         return 0
-    model.load_state_dict(load_file(checkpoints[-1] / "model.safetensors"))
+    state = load_file(checkpoints[-1] / "model.safetensors")
+    assert state.keys() == trained(model).keys(), f"{checkpoints[-1]} is of another kind of drafter"
+    model.load_state_dict(state, strict=False)  # what is frozen is the verifier's, and there already
     optimizer.load_state_dict(torch.load(checkpoints[-1] / "optimizer.pt", weights_only=True))
     return step_of(checkpoints[-1])
 

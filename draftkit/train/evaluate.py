@@ -8,7 +8,7 @@ import torch
 
 from draftkit.data.batch import plan_epoch
 from draftkit.data.capture import States, Verifier, collate
-from draftkit.drafters.eagle3 import Eagle3
+from draftkit.drafters.base import Drafter
 from draftkit.drafters.losses import Teacher, drafter_loss
 from draftkit.recipe import Recipe
 from draftkit.train.predict import agreement, walk
@@ -18,18 +18,21 @@ from draftkit.types import DraftBatch, SpecCounters
 class TeacherView:
     """The verifier's distribution at a batch's labels: p[label of slot r] = position slot_R + 1."""
 
-    def __init__(self, drafter: Eagle3, verifier: Verifier) -> None:
-        ids = drafter.draft_to_target_D
-        self.head_DH, self.temperature = verifier.head_VH[ids].detach(), verifier.temperature
+    def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
+        ids, head = drafter.draft_to_target_D, verifier.head_VH.detach()
+        self.temperature = verifier.temperature
+        self.head_DH = head if len(ids) == len(head) else head[ids]  # the whole vocabulary needs no copy
         self.to_draft_V = torch.full((verifier.head_VH.shape[0],), -1, device=ids.device)
         self.to_draft_V[ids] = torch.arange(len(ids), device=ids.device)
 
     def at(self, batch: DraftBatch) -> Teacher:
         label = batch.slot_R + 1
+        following = batch.tokens_N[(label + 1).clamp(max=len(batch.tokens_N) - 1)]
         return Teacher(
             batch.last_NH[label],
             batch.lse_N[label],
             self.to_draft_V[batch.top_N[label]],
+            self.to_draft_V[following],
             self.head_DH,
             self.temperature,
         )
@@ -55,14 +58,14 @@ def summarise(sums: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def evaluate(drafter: Eagle3, teacher: TeacherView, states: States, recipe: Recipe) -> dict[str, Any]:
+def evaluate(drafter: Drafter, teacher: TeacherView, states: States, recipe: Recipe) -> dict[str, Any]:
     """The same metrics on held-out documents, and the walk's counters: acceptance as serving would meet it."""
     steps, sums, served = recipe.train.ttt_steps, {}, SpecCounters()
     max_p, slots = 0.0, 0
     for members in plan_epoch([len(d.tokens) for d in states.documents], recipe.train.tokens_per_batch, 0, 0):
-        batch = collate(states, members, steps, drafter.d2t.device)
+        batch = collate(states, members, steps, drafter.device)
         _, metrics = drafter_loss(
-            drafter(batch), drafter.lm_head.weight, teacher.at(batch), batch.valid_LR, recipe.train.ttt_decay, 1.0, True
+            drafter(batch), drafter.head_DH, teacher.at(batch), batch.valid_LR, recipe.train.ttt_decay, 1.0, True
         )
         for name in ("kl", "correct", "greedy", "sampled", "ceiling", "count"):
             sums[name] = sums.get(name, 0) + metrics[name]

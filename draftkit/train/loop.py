@@ -1,4 +1,4 @@
-"""`draftkit train-drafter`: corpus -> EAGLE-3 drafter that stock vLLM serves.
+"""`draftkit train-drafter`: corpus -> a drafter of any kind that stock vLLM serves.
 
 In the order in which data flows: documents, draft vocabulary, verifier states, the drafter, optimizer steps, export,
 parity check. Batches and learning rate are pure functions of the step, so a run that was killed ends with the weights
@@ -9,6 +9,7 @@ one only) share the batches of an optimizer step; gradients are normalised by th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +22,19 @@ from draftkit.console import progress, say, table
 from draftkit.data.batch import plan_epoch, slot_runs
 from draftkit.data.capture import CachedStates, States, StreamedStates, Verifier, collate, state_dtype
 from draftkit.data.shards import Corpus
-from draftkit.drafters.eagle3 import Eagle3
-from draftkit.drafters.export import export
+from draftkit.drafters.base import Drafter
 from draftkit.drafters.losses import drafter_loss
 from draftkit.drafters.vocab import coverage_of
 from draftkit.errors import Interrupted, RunFailed
-from draftkit.models import fingerprint, load_tokenizer, model_facts, resolve_model
+from draftkit.models import ModelFacts, fingerprint, load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir
 from draftkit.train import checkpoint, optim
 from draftkit.train.documents import documents, token_counts
 from draftkit.train.evaluate import TeacherView, evaluate, summarise
 from draftkit.train.parity import check_parity
-from draftkit.train.start import aux_layers, build_drafter, check_init
+from draftkit.train.served import export
+from draftkit.train.start import aux_layers, build_drafter, check_start
 from draftkit.types import Document
 
 DIVERGED = 20.0  # mean KL in nats that no trained drafter has: something is wrong, stop
@@ -81,8 +82,7 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(path, recipe.model.trust_remote_code)
     source = Corpus.open(corpus)
     source.check_verifier(prints)
-    if recipe.drafter.init is not None:
-        check_init(Path(recipe.drafter.init), facts, prints)
+    check_start(recipe, facts, prints)
     rollout_temperature, seq_len = recipe.sampling.temperature, recipe.train.seq_len
     train_docs = documents(source, "train", seq_len, {rollout_temperature, 0.0})
     held_docs = documents(source, "heldout", seq_len, {rollout_temperature})
@@ -94,13 +94,9 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     # ---- draft vocabulary and drafter ----
     counts = token_counts(train_docs)
     special = [*tokenizer.all_special_ids, *facts.eos_token_ids]
-    drafter = build_drafter(recipe, facts, verifier, counts, special).to(accelerator.device)
+    drafter = build_drafter(recipe, facts, verifier, counts, special, train_docs).to(accelerator.device)
     run.begin()
-    held_coverage = coverage_of(token_counts(held_docs), drafter.draft_to_target_D)
-    say(
-        f"draft vocabulary: {drafter.config.draft_vocab_size:,} of {facts.vocab_size:,} tokens, covers "
-        f"{coverage_of(counts, drafter.draft_to_target_D):.2%} of training and {held_coverage:.2%} of held-out tokens"
-    )
+    say_sizes(drafter, facts, counts, token_counts(held_docs))
 
     # ---- verifier states ----
     train_states = verifier_states(recipe, run, "train", verifier, prints, train_docs, accelerator)
@@ -122,13 +118,24 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     if greedy_states is not None:
         results["heldout_greedy"] = evaluate(drafter, teacher, greedy_states, recipe)
     directory = run.path / "drafter"
-    export(drafter, directory, prints, card={"recipe": recipe.model_dump(mode="json"), "heldout": results["heldout"]})
+    export(drafter, directory, path, prints, {"recipe": recipe.model_dump(mode="json"), "heldout": results["heldout"]})
     if recipe.train.parity:
         prompts = [r.prompt_ids for r in source.rollouts("heldout") if r.sample == 0][: recipe.train.parity_prompts]
         results["parity"] = check_parity(recipe, path, directory, drafter, verifier, prompts)
     show(results)
     run.finish(results, headline(results, recipe))
     return results
+
+
+def say_sizes(drafter: Drafter, facts: ModelFacts, counts: Counter[int], held_counts: Counter[int]) -> None:
+    ids = drafter.draft_to_target_D
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    say(f"{drafter.method}: {trained / 1e6:.1f} M parameters train")
+    if len(ids) < facts.vocab_size:
+        say(
+            f"draft vocabulary: {len(ids):,} of {facts.vocab_size:,} tokens, covers {coverage_of(counts, ids):.2%} of "
+            f"training and {coverage_of(held_counts, ids):.2%} of held-out tokens"
+        )
 
 
 def headline(results: dict[str, Any], recipe: Recipe) -> str:
@@ -170,7 +177,7 @@ def train(
     recipe: Recipe,
     run: RunDir,
     accelerator: Accelerator,
-    drafter: Eagle3,
+    drafter: Drafter,
     teacher: TeacherView,
     train_states: States,
     held_states: States,
@@ -181,7 +188,7 @@ def train(
     slots = [sum(last - first for first, last in slot_runs(d.mask)) for d in train_states.documents]
     plan = Plan.make(lengths, recipe, accelerator.num_processes)
     optimizer = optim.build(drafter, t)
-    checkpoints = run.path / "checkpoints"
+    checkpoints, ttt_steps = run.path / "checkpoints", t.ttt_steps if drafter.sees_itself else 1
     step = checkpoint.load_newest(checkpoints, drafter, optimizer)
     if step:
         say(f"resumed after step {step} of {len(plan.steps)}")
@@ -206,22 +213,25 @@ def train(
             denominator = sum(slots[i] for members in group for i in members)
             sums: dict[str, torch.Tensor] = {}
             for members in group[accelerator.process_index :: accelerator.num_processes]:
-                batch = collate(train_states, members, t.ttt_steps, accelerator.device)
+                batch = collate(train_states, members, ttt_steps, accelerator.device)
                 loss, metrics = drafter_loss(
                     model(batch),
-                    drafter.lm_head.weight,
+                    drafter.head_DH,
                     teacher.at(batch),
                     batch.valid_LR,
                     t.ttt_decay,
                     denominator,
                     True,
+                    t.loss,
                 )
                 # DDP averages gradients over processes; the denominator already is the global one.
                 accelerator.backward(loss * accelerator.num_processes)
-                for name in ("kl", "correct", "greedy", "sampled", "ceiling", "count"):
+                metrics["objective"] = loss.detach()
+                for name in ("kl", "correct", "greedy", "sampled", "ceiling", "count", "objective"):
                     sums[name] = sums.get(name, 0) + metrics[name]
             sums = {name: accelerator.reduce(value) for name, value in sums.items()}
-            norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), t.grad_clip)
+            trained = [p for p in drafter.parameters() if p.requires_grad]
+            norm = torch.nn.utils.clip_grad_norm_(trained, t.grad_clip)
             if not torch.isfinite(norm) or float(sums["kl"][0] / sums["count"][0]) > DIVERGED:
                 raise RunFailed(
                     f"The loss diverged at step {step} (gradient norm {float(norm):.3g}).", "Lower train.lr."
@@ -230,6 +240,7 @@ def train(
             optimizer.zero_grad()
             seconds = time.perf_counter() - start
             row = {"step": step, "tokens": denominator, **summarise(sums), "grad_norm": float(norm), "lr": lr}
+            row["objective"] = float(sums["objective"])
             run.metrics(row | {"tokens_per_s": denominator / seconds})
             bar.advance(1, f"loss {row['loss']:.3f} acc {row['cond_acc'][0]:.3f} {denominator / seconds:,.0f} tok/s")
             if step % t.eval_every == 0 and accelerator.is_main_process:

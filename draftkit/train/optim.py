@@ -10,9 +10,10 @@ from draftkit.recipe import TrainSection
 
 
 def build(model: torch.nn.Module, recipe: TrainSection) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=True)
 

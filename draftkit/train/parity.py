@@ -5,18 +5,17 @@
 2. Acceptance at temperature 0: the rounds that PyTorch's proposals predict by walking the text, against those counted.
 3. Acceptance at the rollout temperature: first drafts accepted against the sum of p(draft) over the same rounds, in
    standard deviations. A sampler that does not sample from the policy shows here.
-4. Known mistakes: the PyTorch drafter is changed in one way at a time (auxiliary layers, vocabulary map, norm flag,
-   rope, head). None may propose what vLLM proposed more often than the drafter as it is: a wrong rope base in the
-   served `config.json` leaves 92% of the demo drafter's first proposals as they were, and no threshold sees it.
+4. Known mistakes (`mistakes`): the PyTorch drafter is changed in one way at a time. None may propose what vLLM proposed
+   more often than the drafter as it is: a wrong rope base in the served `config.json` leaves 92% of the demo drafter's
+   first proposals as they were, and no threshold sees it.
 
 A mismatch raises RunFailed and names the likely cause, the change that agrees best.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,32 @@ import torch
 
 from draftkit.console import say
 from draftkit.data.capture import StreamedStates, Verifier, collate
-from draftkit.drafters.eagle3 import Eagle3
+from draftkit.drafters.base import Drafter
 from draftkit.engine import Engine
 from draftkit.errors import RunFailed
 from draftkit.recipe import Recipe
+from draftkit.train import mistakes
 from draftkit.train.predict import agreement, own_proposals, rounds, walk
-from draftkit.types import Document, DraftBatch, Generation, Sampling, SpecConfig, SpecCounters
+from draftkit.train.served import spec_config
+from draftkit.types import Document, DraftBatch, Generation, Sampling, SpecCounters
 
 MIN_AGREEMENT = 0.9  # share of first proposals that agree; bfloat16 flips near-ties, a wrong tensor leaves ~ nothing
 MAX_LENGTH_GAP = 0.1  # acceptance length at temperature 0, as a share of its excess over 1
 MAX_Z = 5.0  # of the sampled acceptance
 RIVAL_Z = 3.0  # of the rounds that only a known mistake explains, against those that only the drafter as it is explains
-NO_KNOWN_CAUSE = "none of the known ones (auxiliary layers, vocabulary map, norm flag, rope, head)"
+NO_KNOWN_CAUSE = "none of the known ones"
 Trace = list[list[list[int]]]  # per request, per round, the proposed tokens
 
 
 def check_parity(
-    recipe: Recipe, model: Path, directory: Path, drafter: Eagle3, verifier: Verifier, prompts: Sequence[Sequence[int]]
+    recipe: Recipe, model: Path, directory: Path, drafter: Drafter, verifier: Verifier, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Serve `directory` and compare it with `drafter`. Returns the figures; raises RunFailed on a mismatch."""
     k, temperature = recipe.train.ttt_steps, recipe.sampling.temperature or 1.0
     section = recipe.engine.model_copy(update={"compiled": False, "max_num_seqs": max(len(prompts), 1)})
     greedy = Sampling(temperature=0.0, max_tokens=recipe.eval.max_tokens)
     sampled = dataclasses.replace(greedy, temperature=temperature, seed=recipe.train.seed)
-    with Engine(model, recipe_engine=section, spec=SpecConfig("eagle3", str(directory), k)) as engine:
+    with Engine(model, recipe_engine=section, spec=spec_config(drafter, directory, k)) as engine:
         trace = engine.trace_drafts()
         answers = engine.generate(prompts, greedy)
         proposals = _by_request(trace, len(prompts))
@@ -139,7 +140,7 @@ def _share(leading: torch.Tensor) -> float:
 
 @torch.no_grad()
 def _sampled_check(
-    drafter: Eagle3, verifier: Verifier, answers: Sequence[Generation], k: int
+    drafter: Drafter, verifier: Verifier, answers: Sequence[Generation], k: int
 ) -> tuple[float, float, float]:
     """(z, expected share, served share) of first drafts accepted over the rounds of these sampled answers."""
     batch = _batch(verifier, answers, k)
@@ -161,43 +162,15 @@ def _explains_better(rival: torch.Tensor, leading: torch.Tensor) -> bool:
 
 
 def _best_mistake(
-    drafter: Eagle3, verifier: Verifier, answers: Sequence[Generation], proposals: Trace, k: int
+    drafter: Drafter, verifier: Verifier, answers: Sequence[Generation], proposals: Trace, k: int
 ) -> tuple[str, torch.Tensor]:
     """(name, `_leading`) of the known mistake under which PyTorch proposes most of what vLLM proposed."""
+    batch = _batch(verifier, answers, k)
     tried = [
         (name, _leading(own_proposals(changed, batch), proposals, batch, answers))
-        for name, batch, changed in _variants(drafter, verifier, answers, k)
+        for name, changed in mistakes.of_drafter(drafter, verifier)
     ]
+    for name, other in mistakes.of_states(drafter, verifier):
+        shifted = _batch(other, answers, k)
+        tried.append((name, _leading(own_proposals(drafter, shifted), proposals, shifted, answers)))
     return max(tried, key=lambda one: _share(one[1]))
-
-
-def _variants(
-    drafter: Eagle3, verifier: Verifier, answers: Sequence[Generation], k: int
-) -> Iterator[tuple[str, DraftBatch, Eagle3]]:
-    batch = _batch(verifier, answers, k)
-
-    def changed(edit: Callable[[Eagle3], None]) -> Eagle3:
-        other = copy.deepcopy(drafter, {id(drafter.embed_VH): drafter.embed_VH})  # the embedding may be huge: shared
-        with torch.no_grad():
-            edit(other)
-        return other
-
-    def flip_norm(d: Eagle3) -> None:
-        d.config = dataclasses.replace(d.config, norm_before_residual=not d.config.norm_before_residual)
-
-    def verifier_head(d: Eagle3) -> None:
-        d.lm_head.weight.copy_(verifier.head_VH[d.draft_to_target_D])
-
-    yield "vocabulary map (d2t): draft ids were proposed as verifier ids", batch, changed(lambda d: d.d2t.zero_())
-    yield "norm flags: norm_before_residual differs", batch, changed(flip_norm)
-    if drafter.config.hidden_size == drafter.config.target_hidden_size:
-        yield "shared head: vLLM proposed with the verifier's LM head", batch, changed(verifier_head)
-    yield "rope: another base frequency", batch, changed(lambda d: d.rope.inv_freq.copy_(_default_rope(d)))
-    for shift in (-1, 1):
-        shifted = Verifier.shifted(verifier, shift)
-        yield f"auxiliary layers: served as {list(shifted.aux_layers)}", _batch(shifted, answers, k), drafter
-
-
-def _default_rope(drafter: Eagle3) -> torch.Tensor:
-    dim = drafter.config.head_dim
-    return 1.0 / (10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from draftkit.data.capture import States, collate
-from draftkit.drafters.eagle3 import Eagle3
+from draftkit.drafters.base import Drafter
 from draftkit.types import DraftBatch, SpecCounters
 
 Segment = tuple[int, int, int]
@@ -40,14 +40,14 @@ def rounds(agree_LR: torch.Tensor, segments: Sequence[Segment]) -> Iterator[tupl
 
 
 @torch.no_grad()
-def own_proposals(drafter: Eagle3, batch: DraftBatch) -> torch.Tensor:
+def own_proposals(drafter: Drafter, batch: DraftBatch) -> torch.Tensor:
     """[L, R] verifier ids that the drafter proposes at every slot, feeding itself."""
     return torch.stack([drafter.propose(state) for state in drafter(batch, own_tokens=True)])
 
 
-def predicted(drafter: Eagle3, states: States, k: int) -> SpecCounters:
+def predicted(drafter: Drafter, states: States, k: int) -> SpecCounters:
     """Counters that an engine drafting greedily would report for these documents at draft length k."""
-    batch = collate(states, range(len(states.documents)), k, drafter.d2t.device)
+    batch = collate(states, range(len(states.documents)), k, drafter.device)
     return walk(agreement(own_proposals(drafter, batch), batch), batch.segments)
 
 

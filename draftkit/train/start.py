@@ -1,24 +1,63 @@
-"""The drafter that a run begins with: sizes from the verifier and the corpus, or an existing drafter's."""
+"""The drafter that a run begins with, of each kind: from the verifier, or an existing drafter's."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from draftkit.console import say_once
 from draftkit.data.capture import Verifier
+from draftkit.drafters import draft_lm, mtp
+from draftkit.drafters.base import Drafter
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from draftkit.drafters.init import config_of, from_drafter, from_verifier, verifier_of
+from draftkit.drafters.mtp import Mtp, MtpConfig, layout_for
 from draftkit.drafters.vocab import choose_vocab
 from draftkit.errors import UserError
 from draftkit.models import ModelFacts
 from draftkit.recipe import Recipe
+from draftkit.types import Document
+
+RMS_DOCUMENTS = 4
 
 
 def aux_layers(recipe: Recipe, facts: ModelFacts) -> tuple[int, ...]:
-    if recipe.drafter.init is not None:
-        return config_of(Path(recipe.drafter.init)).aux_layers
-    return tuple(sorted(recipe.drafter.aux_layers or default_aux_layers(facts.num_layers)))
+    """Verifier layers to capture for this kind."""
+    section = recipe.drafter
+    if section.kind == "draft-lm":
+        return ()
+    if section.kind == "mtp":
+        return (facts.num_layers,) if layout_for(facts.model_type) == "mimo" else ()
+    if section.init is not None:
+        return config_of(Path(section.init)).aux_layers
+    return tuple(sorted(section.aux_layers or default_aux_layers(facts.num_layers)))
+
+
+def check_start(recipe: Recipe, facts: ModelFacts, prints: dict[str, str]) -> None:
+    """Refuse settings that this kind of drafter does not have, before anything is captured."""
+    section = recipe.drafter
+    given = {
+        "aux_layers": section.aux_layers,
+        "draft_vocab_size": section.draft_vocab_size,
+        "intermediate_size": section.intermediate_size,
+    }
+    if section.kind != "eagle3":
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(
+                    f"drafter.{name} ({value}): a drafter of kind {section.kind} has none of its own.",
+                    "Leave it out, or train an EAGLE-3 drafter.",
+                )
+    if section.kind == "mtp" and layout_for(facts.model_type) == "eagle":
+        say_once(
+            f"mtp: stock vLLM has no MTP module for {facts.model_type} verifiers; this trains the nearest thing that "
+            "it serves, an EAGLE-1 head (one layer over the last state, without norms)."
+        )
+    if section.kind == "eagle3" and section.init is not None:
+        check_init(Path(section.init), facts, prints)
 
 
 def check_init(directory: Path, facts: ModelFacts, prints: dict[str, str], field: str = "drafter.init") -> None:
@@ -42,16 +81,60 @@ def check_init(directory: Path, facts: ModelFacts, prints: dict[str, str], field
 
 
 def build_drafter(
-    recipe: Recipe, facts: ModelFacts, verifier: Verifier, counts: Counter[int], special: list[int]
-) -> Eagle3:
-    if recipe.drafter.init is not None:
-        return from_drafter(Path(recipe.drafter.init), verifier.embed_VH)
-    ids = choose_vocab(
-        counts, special, facts.vocab_size, recipe.drafter.draft_vocab_size, recipe.drafter.vocab_coverage
-    )
+    recipe: Recipe,
+    facts: ModelFacts,
+    verifier: Verifier,
+    counts: Counter[int],
+    special: list[int],
+    documents: Sequence[Document],
+) -> Drafter:
+    """counts: supervised tokens of the corpus; special: tokens that a draft vocabulary always holds."""
+    init = None if recipe.drafter.init is None else Path(recipe.drafter.init)
+    if recipe.drafter.kind == "draft-lm":
+        if init is not None:
+            return draft_lm.from_model(init, facts.vocab_size)
+        return draft_lm.student(verifier.model, recipe.drafter.num_layers)
+    if recipe.drafter.kind == "mtp":
+        drafter = Mtp(mtp_config(facts), verifier.embed_VH, verifier.head_VH)
+        if init is not None:
+            mtp.load_init(drafter, init)
+        else:
+            mtp.from_verifier(drafter, verifier.model.state_dict(), last_rms(verifier, documents))
+        return drafter
+    if init is not None:
+        return from_drafter(init, verifier.embed_VH)
+    section = recipe.drafter
+    ids = choose_vocab(counts, special, facts.vocab_size, section.draft_vocab_size, section.vocab_coverage)
     drafter = Eagle3(drafter_config(recipe, facts, verifier.aux_layers, len(ids)), verifier.embed_VH, ids)
     from_verifier(drafter, verifier.model, recipe.train.seed)
     return drafter
+
+
+def last_rms(verifier: Verifier, documents: Sequence[Document]) -> float:
+    """Root mean square of what the last block puts out, over a few documents."""
+    squares: list[torch.Tensor] = []
+    hook = verifier.model.model.norm.register_forward_pre_hook(
+        lambda _, inputs: squares.append(inputs[0].float().square().mean())
+    )
+    verifier.states(documents[:RMS_DOCUMENTS])
+    hook.remove()
+    return float(torch.stack(squares).mean().sqrt())
+
+
+def mtp_config(facts: ModelFacts) -> MtpConfig:
+    return MtpConfig(
+        layout=layout_for(facts.model_type),
+        num_verifier_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        num_attention_heads=facts.num_heads,
+        num_key_value_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        vocab_size=facts.vocab_size,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope_parameters=facts.rope_parameters,
+        max_position_embeddings=facts.max_position_embeddings,
+    )
 
 
 def drafter_config(

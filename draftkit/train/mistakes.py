@@ -1,0 +1,96 @@
+"""Known ways in which a served drafter is not the trained one, each made in PyTorch on purpose.
+
+The parity check asks which of them proposes what vLLM proposed: if any does so more often than the drafter as it is,
+that is the likely cause.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+from draftkit.data.capture import Verifier
+from draftkit.drafters.base import Drafter
+from draftkit.drafters.draft_lm import DraftLM
+from draftkit.drafters.eagle3 import Eagle3
+from draftkit.drafters.mtp import Mtp
+
+
+def of_drafter(drafter: Drafter, verifier: Verifier) -> Iterator[tuple[str, Drafter]]:
+    """(name, the drafter with that mistake)."""
+    if isinstance(drafter, Eagle3):
+        yield from _eagle3(drafter, verifier)
+    elif isinstance(drafter, Mtp):
+        yield from _mtp(drafter)
+    else:
+        assert isinstance(drafter, DraftLM)
+        yield from _draft_lm(drafter)
+
+
+def of_states(drafter: Drafter, verifier: Verifier) -> Iterator[tuple[str, Verifier]]:
+    """(name, the verifier tapped at other layers)."""
+    for shift in (-1, 1):
+        shifted = Verifier.shifted(verifier, shift)
+        if shifted.aux_layers != verifier.aux_layers:
+            yield f"auxiliary layers: served as {list(shifted.aux_layers)}", shifted
+
+
+def _eagle3(drafter: Eagle3, verifier: Verifier) -> Iterator[tuple[str, Drafter]]:
+    def flip_norm(d: Eagle3) -> None:
+        d.config = dataclasses.replace(d.config, norm_before_residual=not d.config.norm_before_residual)
+
+    def verifier_head(d: Eagle3) -> None:
+        d.lm_head.weight.copy_(verifier.head_VH[d.draft_to_target_D])
+
+    yield "vocabulary map (d2t): draft ids were proposed as verifier ids", _changed(drafter, lambda d: d.d2t.zero_())
+    yield "norm flags: norm_before_residual differs", _changed(drafter, flip_norm)
+    if drafter.config.hidden_size == drafter.config.target_hidden_size:
+        yield "shared head: vLLM proposed with the verifier's LM head", _changed(drafter, verifier_head)
+    yield "rope: another base frequency", _changed(drafter, _other_rope)
+
+
+def _mtp(drafter: Mtp) -> Iterator[tuple[str, Drafter]]:
+    def swap_order(d: Mtp) -> None:
+        d.input_proj.weight.copy_(torch.cat(d.input_proj.weight.chunk(2, 1)[::-1], 1))
+
+    def swap_norms(d: Mtp) -> None:
+        d.token_layernorm, d.hidden_layernorm = d.hidden_layernorm, d.token_layernorm
+
+    def no_biases(d: Mtp) -> None:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(d.self_attn, name).bias.zero_()
+
+    yield "concatenation order: hidden state and embedding are exchanged", _changed(drafter, swap_order)
+    yield "rope: another base frequency", _changed(drafter, _other_rope)
+    if drafter.config.layout == "mimo":
+        yield "norms: those of the two inputs are exchanged", _changed(drafter, swap_norms)
+        yield "norms: no final norm", _changed(drafter, lambda d: setattr(d, "final_layernorm", torch.nn.Identity()))
+        yield "attention biases were not loaded", _changed(drafter, no_biases)
+
+
+def _draft_lm(drafter: DraftLM) -> Iterator[tuple[str, Drafter]]:
+    yield "rope: another base frequency", _changed(drafter, lambda d: _other_rope(d.model.base_model))
+    norm = drafter.model.base_model.norm.weight
+    yield "norms: the final norm has no weight", _changed(drafter, lambda d: d.model.base_model.norm.weight.fill_(1.0))
+    assert norm.dim() == 1
+
+
+def _changed(drafter: Drafter, edit: Callable) -> Drafter:
+    """A copy with one thing changed; what is the verifier's may be huge and is shared."""
+    shared = {id(b): b for name, b in drafter.named_buffers() if name in ("embed_VH", "head_VH")}
+    shared |= {id(p): p for p in drafter.parameters() if not p.requires_grad}
+    other = copy.deepcopy(drafter, shared)
+    with torch.no_grad():
+        edit(other)
+    return other
+
+
+def _other_rope(holder) -> None:
+    rotary = holder.rotary_emb if hasattr(holder, "rotary_emb") else holder.rope
+    while not hasattr(rotary, "inv_freq"):
+        rotary = rotary.rope
+    size = 2 * len(rotary.inv_freq)
+    rotary.inv_freq.copy_(1.0 / (10000.0 ** (torch.arange(0, size, 2, dtype=torch.float32) / size)))

@@ -1,0 +1,39 @@
+"""What becomes of a trained drafter: the directory that vLLM serves, and how it is asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftkit.drafters import export as eagle3_export
+from draftkit.drafters.base import Drafter
+from draftkit.drafters.card import model_card
+from draftkit.drafters.draft_lm import DraftLM, export_draft_lm
+from draftkit.drafters.eagle3 import Eagle3
+from draftkit.drafters.mtp import Mtp, export_eagle, mimo_config, served_tensors
+from draftkit.drafters.stitch import stitch
+from draftkit.types import SpecConfig
+
+
+def export(
+    drafter: Drafter, directory: Path, verifier_path: Path, verifier: dict[str, str], card: dict[str, Any]
+) -> None:
+    """Write `directory`. verifier: its fingerprint; card: the recipe and held-out figures, for README.md. An MTP layer
+    in MiMo's layout becomes a copy of the verifier's directory with the layer stitched in; its shards are linked."""
+    if isinstance(drafter, Eagle3):
+        eagle3_export.export(drafter, directory, verifier, card)
+        return
+    readme = model_card(drafter, card)
+    if isinstance(drafter, DraftLM):
+        export_draft_lm(drafter, directory, verifier_path, verifier, readme)
+    elif isinstance(drafter, Mtp) and drafter.config.layout == "eagle":
+        export_eagle(drafter, directory, verifier, readme)
+    else:
+        stitch(verifier_path, served_tensors(drafter), mimo_config(), directory, verifier, readme)
+
+
+def spec_config(drafter: Drafter, directory: Path, k: int) -> SpecConfig:
+    """How an engine is asked to draft with what `export` wrote."""
+    if drafter.method == "mtp":
+        return SpecConfig("mtp", None, k, target=str(directory))
+    return SpecConfig(drafter.method, str(directory), k)

@@ -1,0 +1,147 @@
+"""Small draft models: what they propose against a naive loop of generation, and what stock vLLM makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draftkit.data.capture import StreamedStates, Verifier, collate
+from draftkit.drafters import draft_lm
+from draftkit.errors import RunFailed, UserError
+from draftkit.train.parity import check_parity
+from draftkit.train.served import export, spec_config
+from draftkit.types import Document, DraftBatch
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory) -> Verifier:
+    return Verifier(tiny.save_verifier(tmp_path_factory.mktemp("v") / "verifier", seed=4), (), 1.0, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def drafter(verifier) -> draft_lm.DraftLM:
+    return draft_lm.student(verifier.model, 2)
+
+
+def documents() -> list[Document]:
+    made = torch.Generator().manual_seed(2)
+    lengths = [(5, 9), (3, 1), (4, 14), (7, 6)]
+    return [
+        Document(tuple(torch.randint(tiny.VOCAB, (a + b,), generator=made).tolist()), (False,) * a + (True,) * b)
+        for a, b in lengths
+    ]
+
+
+def batch_of(verifier: Verifier, steps: int) -> DraftBatch:
+    docs = documents()
+    return collate(StreamedStates(verifier, docs), [2, 0, 1, 3], steps)
+
+
+# ---- the student --------------------------------------------------------------------------------------------------
+
+
+def test_a_student_is_the_verifier_with_layers_left_out(verifier):
+    small = draft_lm.student(verifier.model, 3)
+    theirs, ours = verifier.model.state_dict(), small.model.state_dict()
+    for layer, of_verifier in enumerate((0, 2, 3)):  # of four, evenly spaced
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(ours[name.format(layer)], theirs[name.format(of_verifier)])
+    assert torch.equal(ours["lm_head.weight"], theirs["lm_head.weight"])
+    trains = {name for name, p in small.named_parameters() if p.requires_grad}
+    assert all("layers" in name or name == "model.model.norm.weight" for name in trains) and len(trains) == 3 * 9 + 1
+
+
+def test_a_student_of_all_layers_says_what_the_verifier_says(verifier):
+    whole, batch = draft_lm.student(verifier.model, tiny.LAYERS), batch_of(verifier, 2)
+    states = whole(batch)
+    for i in range(2):
+        torch.testing.assert_close(states[i], batch.last_NH[(batch.slot_R + 1 + i).clamp(max=len(batch.pos_N) - 1)])
+
+
+@pytest.mark.parametrize("layers", [0, tiny.LAYERS + 1])
+def test_a_number_of_layers_that_the_verifier_does_not_have(verifier, layers):
+    with pytest.raises(UserError, match="drafter.num_layers"):
+        draft_lm.student(verifier.model, layers or 99)
+
+
+# ---- states ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_own_tokens_are_what_a_naive_loop_generates(verifier, drafter):
+    """At every slot: read the text up to x[p+1], then generate greedily, each time from scratch."""
+    steps, batch = 3, batch_of(verifier, 3)
+    states = drafter(batch, own_tokens=True)
+    docs, row = [documents()[i] for i in (2, 0, 1, 3)], 0
+    starts = (batch.pos_N == 0).nonzero().flatten().tolist()
+    for document, start in zip(docs, starts, strict=True):
+        slots = [int(p) - start for p in batch.slot_R if start <= p < start + len(document.tokens)]
+        for p in slots:
+            text = list(document.tokens[: p + 2])
+            for i in range(steps):
+                out = drafter.model(torch.tensor([text]), output_hidden_states=True)
+                torch.testing.assert_close(states[i][row], out.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4)
+                text.append(int(out.logits[0, -1].argmax()))
+            row += 1
+    assert row == len(batch.slot_R) > 20
+
+
+@torch.no_grad()
+def test_a_document_does_not_see_its_neighbours(verifier, drafter):
+    batch, alone = batch_of(verifier, 1), StreamedStates(verifier, documents())
+    packed, parts = drafter(batch)[0], [drafter(collate(alone, [i], 1))[0] for i in (2, 0, 1, 3)]
+    torch.testing.assert_close(packed, torch.cat(parts), rtol=1e-5, atol=1e-5)
+
+
+# ---- served ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(verifier, drafter, tmp_path_factory) -> tuple[Path, Path]:
+    """(verifier, exported drafter)"""
+    path = Path(verifier.model.name_or_path)
+    directory = tmp_path_factory.mktemp("d") / "drafter"
+    export(drafter, directory, path, tiny.FINGERPRINT, tiny.card())
+    return path, directory
+
+
+def test_the_export_is_a_checkpoint_that_transformers_loads(drafter, served):
+    _, directory = served
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    text = torch.randint(tiny.VOCAB, (1, 12))
+    rounded = drafter.model.to(torch.float32)
+    torch.testing.assert_close(loaded(text).logits, rounded(text).logits, rtol=0.1, atol=0.1)
+    assert json.loads((directory / "draftkit.json").read_text())["verifier"] == tiny.FINGERPRINT
+    assert spec_config(drafter, directory, 3).method == "draft_model"
+
+
+def parity(served: tuple[Path, Path], drafter: draft_lm.DraftLM, verifier: Verifier) -> dict:
+    path, directory = served
+    return check_parity(tiny.recipe(), path, directory, drafter, verifier, tiny.prompts(12, seed=7))
+
+
+@pytest.mark.engine
+def test_stock_vllm_proposes_what_pytorch_proposes(verifier, drafter, served):
+    result = parity(served, drafter, verifier)
+    assert result["first_proposal_agreement"] > 0.95
+    assert min(result["agreement_per_position"]) > 0.9
+    assert result["greedy_acceptance_length"]["served"] > 1.05
+
+
+@pytest.mark.engine
+def test_another_model_in_its_place_is_found_out(verifier, drafter, served, tmp_path):
+    path, directory = served
+    other = tmp_path / "drafter"
+    export(drafter, other, path, tiny.FINGERPRINT, tiny.card())
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunFailed, match="not the trained one"):
+        parity((path, other), drafter, verifier)
