@@ -28,6 +28,7 @@ from draftkit import __version__
 from draftkit import console as screen
 from draftkit.errors import UserError, explain
 from draftkit.recipe import (
+    KINDS,
     QUICKSTART,
     RL_QUICKSTART,
     Recipe,
@@ -282,6 +283,9 @@ def train_drafter(
     overrides: Overrides = None,
     recipe: RecipeOption = QUICKSTART,
     method: Annotated[str | None, typer.Option(help="eagle3, mtp or draft-lm.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Train and measure several kinds side by side, for example eagle3,mtp,draft-lm.")
+    ] = None,
     corpus: CorpusOption = None,
     model: Model = None,
     ttt_steps: Annotated[int | None, typer.Option(help="Test-time-training steps.")] = None,
@@ -309,24 +313,47 @@ def train_drafter(
     stage = _stage("train-drafter", recipe, overrides, flags, out)
     corpus = corpus or default_dir("prepare", stage.recipe)
     stage.inputs = {"corpus": str(corpus)}
+    if compare is not None:
+        if method is not None:
+            raise UserError("--compare and --method are both given.", "Keep one: --compare trains every kind it names.")
+        kinds = _kinds(compare)
+        stage.inputs["compare"] = compare
+        stage.out = out or stage.out.with_name(f"{stage.out.name}-compare")
 
     def work(run: RunDir) -> dict[str, Any]:
+        from draftkit.evals import compare as comparison
         from draftkit.train import loop
 
+        if compare is not None:
+            return comparison.run(stage.recipe, run, corpus, kinds)
         return loop.run(stage.recipe, run, corpus)
 
     def check() -> list[str]:
         return [_check_model(stage.recipe), _check_corpus(stage.recipe, corpus)]
 
     def next_command(results: dict[str, Any]) -> str:
-        return _command(
-            stage,
-            "eval-acceptance",
-            corpus=None if corpus == default_dir("prepare", stage.recipe) else corpus,
-            drafter=None if stage.out == stage.default_out else stage.out / "drafter",
-        )
+        other_corpus = None if corpus == default_dir("prepare", stage.recipe) else corpus
+        best = "drafters" in results and max(results["drafters"], key=_best_speedup)
+        if best and best["kind"] == "ngram":
+            return _command(stage, "eval-acceptance", corpus=other_corpus, drafter="ngram")
+        drafter = Path(best["directory"]) if best else None if stage.out == stage.default_out else stage.out / "drafter"
+        return _command(stage, "eval-acceptance", corpus=other_corpus, drafter=drafter)
 
     _go(stage, work, check, next_command, **_mode(dry_run, print_config, resume, overwrite))
+
+
+def _kinds(text: str) -> list[str]:
+    """`eagle3,mtp` -> its parts."""
+    kinds = [part.strip() for part in text.split(",")]
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise UserError(f"--compare: {unknown[0]!r} is no kind of drafter.", f"Kinds: {', '.join(KINDS)}.")
+    if len(set(kinds)) < len(kinds):
+        raise UserError(f"--compare names a kind twice: {text}.", "Name each once; n-gram is always in.")
+    return kinds
+
+
+def _best_speedup(drafter: dict[str, Any]) -> float:
+    return max((cell["speedup"] or 0.0) for cell in drafter["cells"])
 
 
 @app.command("eval-acceptance")

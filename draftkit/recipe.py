@@ -56,8 +56,11 @@ class DataSection(Section):
     shard_size: int = Field(256, gt=0)  # prompts in one shard: what a kill can cost
 
 
+KINDS = ("eagle3", "mtp", "draft-lm")  # of drafters that train
+
+
 class DrafterSection(Section):
-    kind: Literal["eagle3", "mtp", "draft-lm"] = "eagle3"
+    kind: Literal[KINDS] = "eagle3"
     num_layers: int | None = Field(None, gt=0)  # of a draft-lm made from the verifier; default: a sixth of its layers
     init: str | None = None  # directory of an existing drafter to warm-start from; default: from the verifier
     aux_layers: list[int] | None = None  # verifier layer ids as vLLM counts them; default (2, n//2, n-3)

@@ -113,7 +113,8 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
 
     # ---- export and parity ----
     results: dict[str, Any] = {"schema": "draftkit.train-drafter/1", "verifier": str(recipe.model.path)}
-    results |= {"steps": num_steps} | throughput(run)
+    results |= {"kind": recipe.drafter.kind, "steps": num_steps} | throughput(run)
+    results["trained_parameters"] = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     results["heldout"] = evaluate(drafter, teacher, held_states, recipe)
     if greedy_states is not None:
         results["heldout_greedy"] = evaluate(drafter, teacher, greedy_states, recipe)
