@@ -1,4 +1,4 @@
-"""`train-drafter --compare eagle3,mtp,draft-lm`: each kind trained on the same corpus for the same passes, and measured.
+"""`train-drafter --compare eagle3,mtp,draft-lm`: kinds trained on the same corpus for the same passes, and measured.
 
     <out>/<kind>/          the training run of each kind          <out>/<kind>-eval/    its bench
     <out>/ngram-eval/      prompt lookup, which needs no training
