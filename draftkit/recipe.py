@@ -56,7 +56,8 @@ class DataSection(Section):
     shard_size: int = Field(256, gt=0)  # prompts in one shard: what a kill can cost
 
 
-KINDS = ("eagle3", "mtp", "draft-lm")  # of drafters that train
+LR = {"eagle3": 1e-3, "mtp": 1e-3, "draft-lm": 3e-4}
+KINDS = tuple(LR)  # of drafters that train
 
 
 class DrafterSection(Section):
@@ -78,7 +79,7 @@ class TrainSection(Section):
     ttt_steps: int = Field(3, ge=1)
     ttt_decay: float = Field(0.8, gt=0, le=1)
     loss: dict[Literal["kl", "ce", "tv", "lk-alpha", "lk-hybrid", "tv-chain"], float] = {"kl": 1.0}  # name: weight
-    lr: float = Field(1e-3, gt=0)
+    lr: float | None = Field(None, gt=0)  # default: 1e-3, and 3e-4 for a draft-lm
     lr_min_ratio: float = Field(0.05, ge=0, le=1)
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
@@ -255,6 +256,11 @@ class Recipe(Section):
                 f"engine.max_model_len ({self.engine.max_model_len})"
             )
         return self
+
+    def settled(self) -> Recipe:
+        """With what this kind of drafter is trained with where the recipe leaves it open."""
+        lr = self.train.lr or LR[self.drafter.kind]
+        return self.model_copy(update={"train": self.train.model_copy(update={"lr": lr})})
 
 
 # --------------------------------------------------------------------------------------------------------------

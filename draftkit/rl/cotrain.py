@@ -171,7 +171,7 @@ class CoTrainer:
         section, peak = self.recipe.cotrain, self.recipe.cotrain.lr
         if self.grows and update <= section.grow_batches:
             progress = update / section.grow_batches
-            peak += (self.recipe.train.lr - peak) * 0.5 * (1 + math.cos(math.pi * progress))
+            peak += (self.recipe.settled().train.lr - peak) * 0.5 * (1 + math.cos(math.pi * progress))
         return peak * min(1.0, update / WARMUP)
 
     # ---- growing ------------------------------------------------------------------------------------------------

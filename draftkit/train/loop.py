@@ -69,6 +69,7 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     Raises UserError for a corpus or drafter of another verifier, RunFailed when the loss diverges or the served
     drafter is not the trained one, Interrupted after a signal (state saved).
     """
+    recipe = recipe.settled()
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # several processes without accelerators are several otherwise
         # The buffers are constants: the verifier's embedding would travel at every forward.
