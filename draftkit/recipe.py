@@ -62,13 +62,20 @@ KINDS = tuple(LR)  # of drafters that train
 
 class DrafterSection(Section):
     kind: Literal[KINDS] = "eagle3"
-    num_layers: int | None = Field(None, gt=0)  # of a draft-lm made from the verifier; default: a sixth of its layers
+    num_layers: int | None = Field(
+        None, gt=0
+    )  # default: 1 of an EAGLE-3 drafter, a sixth of the verifier's of a draft-lm
     init: str | None = None  # directory of an existing drafter to warm-start from; default: from the verifier
     aux_layers: list[int] | None = None  # verifier layer ids as vLLM counts them; default (2, n//2, n-3)
     draft_vocab_size: int | None = Field(None, gt=0)  # default: chosen from the corpus by vocab_coverage
     vocab_coverage: float = Field(0.999, gt=0, le=1)
     intermediate_size: int | None = Field(None, gt=0)
+    # of an EAGLE-3 drafter: what `drafters/eagle3.py` calls its variants
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
 
 
 class TrainSection(Section):
@@ -86,6 +93,7 @@ class TrainSection(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = Field(1.0, gt=0)
     capture: Literal["cache", "stream"] = "cache"
+    cache_form: Literal["exact", "int8"] = "exact"  # int8: half the disk, states rounded to 1.5 % (data/forms.py)
     eval_every: int = Field(100, gt=0)  # steps
     save_every: int = Field(100, gt=0)  # steps
     keep: int = Field(2, ge=1)  # checkpoints kept

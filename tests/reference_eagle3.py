@@ -1,7 +1,7 @@
 """EAGLE-3 test-time training written down once more, as slow as it reads: float64, one document, one slot, one step.
 
 An oracle for tests only. It shares no code with `draftkit.drafters` and is written from the definitions in
-arXiv 2503.01840 (alignment, one layer, attention of a later step to its own slot) with vLLM's names for the tensors.
+arXiv 2503.01840 (alignment, attention of a later step to its own slot) with vLLM's names for the tensors.
 Gradients come from autograd. `weights` maps tensor names (`fc.weight`, `midlayer.self_attn.q_proj.weight`, ...) to
 float64 tensors.
 
@@ -30,6 +30,12 @@ class Shape:
     eps: float
     rope_theta: float
     norm_before_residual: bool
+    num_aux: int = 3
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    num_layers: int = 1
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,30 +82,63 @@ def layer_input(w: Weights, s: Shape, embedding: torch.Tensor, hidden: torch.Ten
     )
 
 
-def heads(w: Weights, s: Shape, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-    return list((w[f"midlayer.self_attn.{name}.weight"] @ x).split(s.head_dim))
+def named(layer: int) -> str:
+    return "midlayer" if layer == 0 else f"layers.{layer}"
 
 
-def key_value(w: Weights, s: Shape, x: torch.Tensor, position: int):
-    keys = [rotate(head, position, s.rope_theta) for head in heads(w, s, "k_proj", x)]
-    return keys, heads(w, s, "v_proj", x)
+def heads(w: Weights, s: Shape, layer: int, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    parts = list((w[f"{named(layer)}.self_attn.{name}_proj.weight"] @ x).split(s.head_dim))
+    if s.qk_norm and name in "qk":
+        parts = [rms_norm(part, w[f"{named(layer)}.self_attn.{name}_norm.weight"], s.eps) for part in parts]
+    return parts
 
 
-def attend(w: Weights, s: Shape, x: torch.Tensor, position: int, seen: list) -> torch.Tensor:
+def key_value(w: Weights, s: Shape, layer: int, x: torch.Tensor, position: int):
+    keys = [rotate(head, position, s.rope_theta) for head in heads(w, s, layer, "k", x)]
+    return keys, heads(w, s, layer, "v", x)
+
+
+def attend(w: Weights, s: Shape, layer: int, x: torch.Tensor, position: int, seen: list) -> torch.Tensor:
     """o_proj of every query head's softmax over the (keys, values) in `seen`."""
     result = []
-    for h, query in enumerate(heads(w, s, "q_proj", x)):
+    for h, query in enumerate(heads(w, s, layer, "q", x)):
         query = rotate(query, position, s.rope_theta)
         group = h // (s.num_heads // s.num_kv_heads)
         scores = torch.stack([query @ keys[group] for keys, _ in seen]) / math.sqrt(s.head_dim)
         values = torch.stack([values[group] for _, values in seen])
         result.append(torch.softmax(scores, 0) @ values)
-    return w["midlayer.self_attn.o_proj.weight"] @ torch.cat(result)
+    return w[f"{named(layer)}.self_attn.o_proj.weight"] @ torch.cat(result)
 
 
-def mlp(w: Weights, x: torch.Tensor) -> torch.Tensor:
-    gate = w["midlayer.mlp.gate_proj.weight"] @ x
-    return w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["midlayer.mlp.up_proj.weight"] @ x))
+def mlp(w: Weights, layer: int, x: torch.Tensor) -> torch.Tensor:
+    gate, up, down = (w[f"{named(layer)}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return down @ ((gate @ x) * torch.sigmoid(gate @ x) * (up @ x))
+
+
+def fuse(w: Weights, s: Shape, g: torch.Tensor) -> torch.Tensor:
+    if s.norm_before_fc:
+        g = rms_norm(g, w["input_norm.weight"], s.eps)
+    if s.fc_norm:
+        parts = g.chunk(s.num_aux)
+        g = torch.cat([rms_norm(part, w[f"fc_norm.{j}.weight"], s.eps) for j, part in enumerate(parts)])
+    return w["fc.weight"] @ g
+
+
+def through_layers(w: Weights, s: Shape, token_embedding, hidden, position: int, seen: list[list], keep: bool):
+    """The un-normed output at one position. seen[l]: (keys, values) of layer l that it attends to; its own are added
+    to it, for good if `keep`."""
+    x = layer_input(w, s, token_embedding, hidden)
+    residual = rms_norm(hidden, w["midlayer.hidden_norm.weight"], s.eps) if s.norm_before_residual else hidden
+    for layer in range(s.num_layers):
+        if layer > 0:
+            x = rms_norm(residual, w[f"{named(layer)}.input_layernorm.weight"], s.eps)
+        here = [*seen[layer], key_value(w, s, layer, x, position)]
+        residual = residual + attend(w, s, layer, x, position, here)
+        normed = rms_norm(residual, w[f"{named(layer)}.post_attention_layernorm.weight"], s.eps)
+        residual = residual + mlp(w, layer, normed)
+        if keep:
+            seen[layer] = here
+    return residual
 
 
 def draft_states(
@@ -114,25 +153,23 @@ def draft_states(
 
     draft_to_target: given, the drafter reads its own greedy proposals at steps i >= 1, as when it serves.
     """
-    fused = [w["fc.weight"] @ g for g in doc.aux]
-    step_0 = []  # keys and values of every token that has a following token
-    for t in range(len(doc.tokens) - 1):
-        step_0.append(key_value(w, s, layer_input(w, s, embed_VH[doc.tokens[t + 1]], fused[t]), t))
-    states = {}
-    for p in slots(doc):
-        hidden, own = fused[p], []
-        for i in range(num_steps):
+    fused = [fuse(w, s, g) for g in doc.aux]
+    wanted, states = set(slots(doc)), {}
+    seen_0: list[list] = [[] for _ in range(s.num_layers)]  # of step 0, of the tokens so far
+    for p in range(len(doc.tokens) - 1):
+        hidden = through_layers(w, s, embed_VH[doc.tokens[p + 1]], fused[p], p, seen_0, keep=True)
+        if p not in wanted:
+            continue
+        own = [list(of_layer) for of_layer in seen_0]
+        states[p, 0] = rms_norm(hidden, w["norm.weight"], s.eps)
+        for i in range(1, num_steps):
             if p + 1 + i >= len(doc.tokens):
                 break
             token = doc.tokens[p + 1 + i]
-            if i > 0 and draft_to_target is not None:
+            if draft_to_target is not None:
                 token = draft_to_target[int((w["lm_head.weight"] @ states[p, i - 1]).argmax())]
-            x = layer_input(w, s, embed_VH[token], hidden)
-            if i > 0:
-                own.append(key_value(w, s, x, p + i))
-            residual = rms_norm(hidden, w["midlayer.hidden_norm.weight"], s.eps) if s.norm_before_residual else hidden
-            hidden = residual + attend(w, s, x, p + i, step_0[: p + 1] + own)
-            hidden = hidden + mlp(w, rms_norm(hidden, w["midlayer.post_attention_layernorm.weight"], s.eps))
+            fed = states[p, i - 1] if s.norm_output else hidden
+            hidden = through_layers(w, s, embed_VH[token], fed, p + i, own, keep=True)
             states[p, i] = rms_norm(hidden, w["norm.weight"], s.eps)
     return states
 

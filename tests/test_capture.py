@@ -138,8 +138,10 @@ def _assert_same_batches(left, right, members) -> None:
         assert (a.dtype == b.dtype and a.equal(b)) if isinstance(a, torch.Tensor) else a == b, field.name
 
 
-def test_cached_equals_streamed_bit_for_bit(model_dir, documents, tmp_path, small_chunks):
-    verifier = Verifier(model_dir, (1, 2, 3), temperature=0.9)
+@pytest.mark.parametrize("form", ["exact", "int8"])
+@pytest.mark.parametrize("aux_layers", [(1, 2, 3), ()])
+def test_cached_equals_streamed_bit_for_bit(model_dir, documents, tmp_path, small_chunks, form, aux_layers):
+    verifier = Verifier(model_dir, aux_layers, temperature=0.9, form=form)
     streamed = StreamedStates(verifier, documents, keep=2)  # chunks fall out of memory and are captured again
     done: list[int] = []
     cached = CachedStates.fill(tmp_path / "states", verifier, FINGERPRINT, documents, done.append)
@@ -147,6 +149,22 @@ def test_cached_equals_streamed_bit_for_bit(model_dir, documents, tmp_path, smal
     assert sum(done) == sum(len(d.tokens) for d in documents)
     for members in ([0, 1, 2, 3], [11, 5, 8], [7], list(range(12))[::-1]):
         _assert_same_batches(streamed, cached, members)
+
+
+def test_states_of_eight_bits_are_near_and_their_teacher_is_a_distribution(model_dir, documents):
+    exact, small = (Verifier(model_dir, (1, 2, 3), 0.9, torch.float32, form=form) for form in ("exact", "int8"))
+    a, b = (StreamedStates(v, documents, keep=len(documents)) for v in (exact, small))
+    for i, document in enumerate(documents):
+        one, other = a.document(i), b.document(i)
+        for name in ("aux", "last"):
+            groups = one[name].unflatten(1, (-1, HIDDEN))  # 16 channels: one group
+            bound = groups.abs().amax(-1, keepdim=True) * (0.51 / 127 + 2**-8)
+            assert ((other[name].unflatten(1, (-1, HIDDEN)) - groups).abs() <= bound).all()
+            assert not other[name].equal(one[name])
+        rows = torch.tensor(document.mask)
+        logits = other["last"][rows] @ small.head_VH.T / 0.9
+        torch.testing.assert_close(logits.logsumexp(-1), other["lse"][rows])
+        assert other["top"][rows].equal(logits.argmax(-1))
 
 
 def test_collate_lays_documents_end_to_end(model_dir, documents):
@@ -182,7 +200,7 @@ def test_a_killed_fill_goes_on_where_it_was(model_dir, documents, tmp_path, smal
     assert not list((tmp_path / "killed").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("changed", ["verifier", "aux_layers", "temperature", "documents"])
+@pytest.mark.parametrize("changed", ["verifier", "aux_layers", "temperature", "documents", "form"])
 def test_a_cache_of_something_else_is_emptied(model_dir, documents, tmp_path, small_chunks, changed):
     directory = tmp_path / "states"
     CachedStates.fill(directory, Verifier(model_dir, (1, 2, 3), 1.0), FINGERPRINT, documents, lambda n: None)
@@ -190,7 +208,8 @@ def test_a_cache_of_something_else_is_emptied(model_dir, documents, tmp_path, sm
     before = {p.name: p.stat().st_mtime_ns for p in directory.glob("*.safetensors")}
 
     layers = (1, 2, 4) if changed == "aux_layers" else (1, 2, 3)
-    verifier = Verifier(model_dir, layers, 0.5 if changed == "temperature" else 1.0)
+    form = "int8" if changed == "form" else "exact"
+    verifier = Verifier(model_dir, layers, 0.5 if changed == "temperature" else 1.0, form=form)
     fingerprint = FINGERPRINT | ({"weights": "other"} if changed == "verifier" else {})
     corpus = documents[:-1] if changed == "documents" else documents
     cached = CachedStates.fill(directory, verifier, fingerprint, corpus, lambda n: None)
@@ -210,8 +229,9 @@ def test_disk_that_is_too_small_is_refused_before_anything_is_written(model_dir,
     assert not list((tmp_path / "states").glob("*.safetensors"))
 
 
-def test_the_disk_estimate_is_what_gets_written(model_dir, documents, tmp_path):
-    verifier = Verifier(model_dir, (1, 2, 3), temperature=1.0)
+@pytest.mark.parametrize("form", ["exact", "int8"])
+def test_the_disk_estimate_is_what_gets_written(model_dir, documents, tmp_path, form):
+    verifier = Verifier(model_dir, (1, 2, 3), temperature=1.0, form=form)
     CachedStates.fill(tmp_path, verifier, FINGERPRINT, documents, lambda n: None)
     tokens = sum(len(d.tokens) for d in documents)
     written = sum(t.nbytes for p in tmp_path.glob("*.safetensors") for t in _tensors(p))

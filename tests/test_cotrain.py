@@ -319,7 +319,7 @@ def grown(documents: Sequence[Document], size: int, batches: int) -> tuple[CoTra
         train={"ttt_steps": tiny.K, "lr": 6e-3},
     )
     shared = ends(verifier)
-    weights = needed(iter(verifier.model.state_dict().items()), facts.num_layers)
+    weights = needed(iter(verifier.model.state_dict().items()), facts.num_layers, 1)
     drafter = provisional(r, facts, verifier.aux_layers, shared, weights)
     trainer = CoTrainer(r, drafter, shared, World(), grows=True)
     assert not trainer.is_grown

@@ -50,9 +50,19 @@ class _ExactRope(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
-def _drafter(norm_before_residual: bool = False, num_kv_heads: int = 2, exact_rope: bool = True) -> Eagle3:
+VARIANTS = (
+    {"num_hidden_layers": 2},
+    {"num_hidden_layers": 3, "norm_before_residual": True, "norm_output": True},
+    {"fc_norm": True, "norm_output": True},  # EAGLE-3.1
+    {"norm_before_fc": True, "num_hidden_layers": 2},
+    {"qk_norm": True},
+)
+
+
+def _drafter(norm_before_residual: bool = False, num_kv_heads: int = 2, exact_rope: bool = True, **variant) -> Eagle3:
     torch.manual_seed(5)
-    config = replace(CONFIG, norm_before_residual=norm_before_residual, num_key_value_heads=num_kv_heads)
+    changes = {"norm_before_residual": norm_before_residual, "num_key_value_heads": num_kv_heads} | variant
+    config = replace(CONFIG, **changes)
     draft_to_target = torch.randperm(VOCAB)[:DRAFT].sort().values
     drafter = Eagle3(config, torch.randn(VOCAB, config.hidden_size), draft_to_target)
     if exact_rope:
@@ -138,6 +148,12 @@ def _shape(drafter: Eagle3) -> reference.Shape:
         config.rms_norm_eps,
         config.rope_parameters["rope_theta"],
         config.norm_before_residual,
+        len(config.aux_layers),
+        config.norm_before_fc,
+        config.fc_norm,
+        config.norm_output,
+        config.num_hidden_layers,
+        config.qk_norm,
     )
 
 
@@ -168,7 +184,16 @@ def test_forward_loss_and_gradients_equal_the_plain_loops(
     docs, head_VH, num_steps, norm_before_residual, num_kv_heads, monkeypatch
 ):
     monkeypatch.setattr(losses, "CHUNK", 5)  # labels cross chunk borders
-    drafter = _drafter(norm_before_residual, num_kv_heads)
+    _check(_drafter(norm_before_residual, num_kv_heads), docs, head_VH, num_steps)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "+".join(v))
+def test_every_variant_equals_the_plain_loops(docs, head_VH, variant, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK", 5)
+    _check(_drafter(**variant), docs, head_VH, 3)
+
+
+def _check(drafter: Eagle3, docs, head_VH, num_steps: int) -> None:
     want_states, want_loss, want_gradients, denominator = _reference(drafter, docs, head_VH, num_steps)
 
     batch = _batch(docs, head_VH, num_steps)
@@ -199,9 +224,9 @@ def test_own_rope_turns_as_the_plain_loops_do(docs, head_VH):
         torch.testing.assert_close(gradient, want_gradients[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_drafting_on_its_own_tokens_equals_the_plain_loops(docs, head_VH, norm_before_residual):
-    drafter, num_steps = _drafter(norm_before_residual), 4
+@pytest.mark.parametrize("variant", [{}, {"norm_before_residual": True}, *VARIANTS], ids=lambda v: "+".join(v))
+def test_drafting_on_its_own_tokens_equals_the_plain_loops(docs, head_VH, variant):
+    drafter, num_steps = _drafter(**variant), 4
     weights = {name: p.detach() for name, p in drafter.named_parameters()}
     with torch.no_grad():
         states = drafter(_batch(docs, head_VH, num_steps), own_tokens=True)

@@ -16,8 +16,10 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftkit.data.capture import Verifier, state_dtype
 from draftkit.drafters.eagle3 import Eagle3
 from draftkit.drafters.export import export
+from draftkit.drafters.init import from_drafter
 from draftkit.errors import RunFailed
 from draftkit.train import parity
 from draftkit.train.parity import check_parity
@@ -59,6 +61,30 @@ def test_a_drafter_that_is_never_accepted_is_served_as_predicted(honest, drafter
     result = check(honest, drafter)
     assert result["first_proposal_agreement"] > 0.95
     assert result["greedy_acceptance_length"]["served"] < 1.2
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"num_hidden_layers": 2, "aux_layers": (1, 3)},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True, "norm_before_residual": True, "num_hidden_layers": 2},
+        {"qk_norm": True, "aux_layers": (1, 2, 3, 4)},
+    ],
+    ids=lambda v: "+".join(v),
+)
+def test_every_variant_is_served_as_it_was_trained(variant, tmp_path):
+    layers = variant.get("aux_layers", tiny.default_aux_layers(tiny.LAYERS))
+    verifier = Verifier(tiny.verifier_dir(), layers, 1.0, state_dtype("cpu"))
+    drafter = tiny.random_drafter(verifier, seed=2, **variant)
+    export(drafter, tmp_path / "drafter", tiny.FINGERPRINT, tiny.card())
+    prompts = tiny.prompts(NUM_PROMPTS, seed=7)
+    result = check_parity(tiny.recipe(), tiny.verifier_dir(), tmp_path / "drafter", drafter, verifier, prompts)
+    assert result["first_proposal_agreement"] > 0.95
+    again = from_drafter(tmp_path / "drafter", verifier.embed_VH)  # and is read back as it was
+    assert again.config == drafter.config
+    for (name, one), (_, other) in zip(drafter.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one.bfloat16().float(), other), name
 
 
 # ---- sabotage ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from draftkit.data.batch import layout
+from draftkit.data.forms import Form, bytes_of, decode, encode, read_back
 from draftkit.errors import UserError
 from draftkit.models import native_bf16
 from draftkit.run import atomic_json, no_space
@@ -75,6 +76,7 @@ class Verifier:
     """The verifier as transformers runs it, frozen.
 
     embed_VH and head_VH: its embedding and LM head (the same tensor when tied). dtype: of the forward and the states.
+    form: in which states are kept (`forms`); the teacher's numbers are those of the state as it is read back.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class Verifier:
         temperature: float,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
+        form: Form = "exact",
     ) -> None:
+        self.form = form
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
         self._use(model, aux_layers, temperature, device)
 
@@ -100,6 +104,7 @@ class Verifier:
         """The same model tapped `shift` layers later (within its depth): what an off-by-one in the ids would see."""
         deepest = len(verifier.model.model.layers)
         other = cls.__new__(cls)
+        other.form = verifier.form
         layers = [min(max(layer + shift, 0), deepest) for layer in verifier.aux_layers]
         other._use(verifier.model, layers, verifier.temperature, verifier.device)
         return other
@@ -118,7 +123,8 @@ class Verifier:
             length = len(document.tokens)
             hidden = last[row, :length].contiguous()
             mask = torch.tensor(document.mask, device=hidden.device)
-            result.append({"aux": aux[row, :length].contiguous(), "last": hidden, **self._teacher(hidden, mask)})
+            teacher = self._teacher(read_back(hidden, self.form), mask)
+            result.append({"aux": aux[row, :length].contiguous(), "last": hidden, **teacher})
         return result
 
     def _teacher(self, hidden_TH: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -156,7 +162,9 @@ class StreamedStates:
         number = self.chunk_of[i]
         if number not in self._held:
             members = self.chunks[number]
-            states = self.verifier.states([self.documents[j] for j in members])
+            form, dtype = self.verifier.form, self.verifier.embed_VH.dtype
+            captured = self.verifier.states([self.documents[j] for j in members])
+            states = [decode(encode(s, form), form, dtype) for s in captured]
             self._held[number] = dict(zip(members, states, strict=True))
             if len(self._held) > self.keep:
                 self._held.popitem(last=False)
@@ -165,10 +173,17 @@ class StreamedStates:
 
 
 class CachedStates:
-    """States read from the shards that `fill` wrote: one per chunk, tensors named `<document>.<field>`."""
+    """States read from the shards that `fill` wrote: one per chunk, tensors named `<document>.<field>`. dtype: of the
+    states as they are read."""
 
-    def __init__(self, directory: Path, documents: Sequence[Document]) -> None:
-        self.directory, self.documents = directory, documents
+    def __init__(
+        self,
+        directory: Path,
+        documents: Sequence[Document],
+        form: Form = "exact",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.directory, self.documents, self.form, self.dtype = directory, documents, form, dtype
         self.chunks = chunks([len(d.tokens) for d in documents])
         self.chunk_of = {i: number for number, members in enumerate(self.chunks) for i in members}
         self._open: dict[int, safe_open] = {}
@@ -185,6 +200,7 @@ class CachedStates:
             "aux_layers": list(verifier.aux_layers),
             "temperature": verifier.temperature,
             "dtype": str(verifier.embed_VH.dtype),
+            "form": verifier.form,
             "documents": digest.hexdigest(),
         }
 
@@ -207,7 +223,7 @@ class CachedStates:
             for stale in directory.glob("*.safetensors"):
                 stale.unlink()
             atomic_json(key_file, key)
-        cache = cls(directory, documents)
+        cache = cls(directory, documents, verifier.form, verifier.embed_VH.dtype)
         missing = [n for n in range(len(cache.chunks)) if not cache.path(n).exists()]
         need = sum(len(documents[i].tokens) for n in missing for i in cache.chunks[n]) * cls.bytes_per_token(verifier)
         no_space(directory, need, "the verifier's hidden states")
@@ -216,7 +232,7 @@ class CachedStates:
             tensors = {
                 f"{i}.{name}": tensor
                 for i, state in zip(members, verifier.states([documents[i] for i in members]), strict=True)
-                for name, tensor in state.items()
+                for name, tensor in encode(state, verifier.form).items()
             }
             aside = cache.path(n).with_suffix(".tmp")
             save_file(tensors, aside)
@@ -226,8 +242,9 @@ class CachedStates:
 
     @staticmethod
     def bytes_per_token(verifier: Verifier) -> int:
-        hidden = verifier.embed_VH.shape[1]
-        return verifier.embed_VH.element_size() * hidden * (len(verifier.aux_layers) + 1) + 4 + 4 + 8
+        hidden, dtype = verifier.embed_VH.shape[1], verifier.embed_VH.dtype
+        widths = (hidden * len(verifier.aux_layers), hidden)
+        return sum(bytes_of(width, dtype, verifier.form) for width in widths) + 4 + 4 + 8
 
     def path(self, number: int) -> Path:
         return self.directory / f"{number:05d}.safetensors"
@@ -237,7 +254,9 @@ class CachedStates:
         if number not in self._open:
             self._open[number] = safe_open(self.path(number), "pt")
         file = self._open[number]
-        return {name: file.get_tensor(f"{i}.{name}") for name in ("aux", "last", "lse", "max", "top")}
+        wide = ("aux", "last") if self.form == "exact" else ("aux.codes", "aux.scales", "last.codes", "last.scales")
+        stored = {name: file.get_tensor(f"{i}.{name}") for name in (*wide, "lse", "max", "top")}
+        return decode(stored, self.form, self.dtype)
 
 
 States = StreamedStates | CachedStates

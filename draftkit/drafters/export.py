@@ -51,16 +51,13 @@ def served_tensors(drafter: Eagle3) -> dict[str, torch.Tensor]:
 def plain_config(c: Eagle3Config) -> dict[str, Any]:
     ids = list(c.aux_layers)
     return _layer_config(c) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["Eagle3Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLMEagle3"],
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": ids,
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids},
         "num_aux_hidden_states": len(ids),
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **_flags(c),
     }
 
 
@@ -73,10 +70,7 @@ def speculators_config(c: Eagle3Config, card: dict[str, Any]) -> dict[str, Any]:
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **_flags(c),
         "embed_requires_grad": False,
         "transformer_layer_config": _layer_config(c),
         "speculators_config": {
@@ -92,15 +86,19 @@ def speculators_config(c: Eagle3Config, card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _flags(c: Eagle3Config) -> dict[str, bool]:
+    return {name: getattr(c, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+
+
 def _layer_config(c: Eagle3Config) -> dict[str, Any]:
     return {
-        "model_type": "llama",
+        "model_type": "qwen3" if c.qk_norm else "llama",
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
         "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": c.num_hidden_layers,
         "vocab_size": c.vocab_size,
         "rms_norm_eps": c.rms_norm_eps,
         "rope_parameters": c.rope_parameters,

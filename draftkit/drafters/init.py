@@ -25,7 +25,7 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 def from_verifier(drafter: Eagle3, verifier: torch.nn.Module, seed: int) -> None:
     """Fill the drafter's parameters from a transformers Llama/Qwen-type verifier (`model.layers`, `lm_head`)."""
     weights = dict(verifier.named_parameters(remove_duplicate=False))
-    from_weights(drafter, weights, last_layer(verifier.config.num_hidden_layers), seed)
+    from_weights(drafter, weights, verifier.config.num_hidden_layers, seed)
 
 
 def last_layer(num_layers: int) -> str:
@@ -34,9 +34,9 @@ def last_layer(num_layers: int) -> str:
 
 
 @torch.no_grad()
-def from_weights(drafter: Eagle3, weights: Mapping[str, torch.Tensor], layer: str, seed: int) -> None:
-    """Fill the drafter's parameters from a verifier's checkpoint tensors; needed are those of `layer`, the final norm,
-    and the LM head or, where it is tied, the embedding.
+def from_weights(drafter: Eagle3, weights: Mapping[str, torch.Tensor], num_layers: int, seed: int) -> None:
+    """Fill the drafter's parameters from a verifier's checkpoint tensors; needed are those of its last layers, as many
+    as the drafter has, the final norm, and the LM head or, where it is tied, the embedding.
 
     Parts whose shapes differ (another hidden or MLP size) keep a normal(0, 0.02) start.
     """
@@ -44,8 +44,8 @@ def from_weights(drafter: Eagle3, weights: Mapping[str, torch.Tensor], layer: st
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             parameter.normal_(0.0, EMBED_STD, generator=generator)
-    c, mid = drafter.config, drafter.midlayer
-    hidden = c.hidden_size
+    c = drafter.config
+    hidden, count = c.hidden_size, c.num_hidden_layers
     head = weights[HEAD if HEAD in weights else EMBEDDING][drafter.draft_to_target_D]
     if head.shape == drafter.lm_head.weight.shape:
         drafter.lm_head.weight.copy_(head)
@@ -53,19 +53,31 @@ def from_weights(drafter: Eagle3, weights: Mapping[str, torch.Tensor], layer: st
     if hidden == c.target_hidden_size:
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-        mid.hidden_norm.weight.copy_(weights[f"{layer}input_layernorm.weight"])
-        mid.post_attention_layernorm.weight.copy_(weights[f"{layer}post_attention_layernorm.weight"])
+    for i, layer in enumerate([drafter.midlayer, *drafter.layers.values()]):
+        _layer_from(layer, weights, f"model.layers.{num_layers - count + i}.", first=i == 0)
+
+
+def _layer_from(layer: torch.nn.Module, weights: Mapping[str, torch.Tensor], theirs: str, first: bool) -> None:
+    """One layer of the drafter from the verifier's `theirs`. The first one's queries, keys and values act on
+    [embedding, hidden]: theirs go to the hidden half."""
+
+    def copy(ours: torch.Tensor, name: str) -> None:
+        their = weights.get(f"{theirs}{name}.weight")
+        if their is not None and ours.shape == their.shape:
+            ours.copy_(their)
+
+    attention, mlp = layer.self_attn, layer.mlp
+    copy(layer.hidden_norm.weight if first else layer.input_layernorm.weight, "input_layernorm")
+    copy(layer.post_attention_layernorm.weight, "post_attention_layernorm")
     for name in ("q_proj", "k_proj", "v_proj"):
-        ours, theirs = getattr(mid.self_attn, name).weight, weights[f"{layer}self_attn.{name}.weight"]
-        if ours[:, hidden:].shape == theirs.shape:
-            ours[:, hidden:].copy_(theirs)
-    for ours, name in (
-        (mid.self_attn.o_proj, "self_attn.o_proj"),
-        *((getattr(mid.mlp, name), f"mlp.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
-    ):
-        theirs = weights[f"{layer}{name}.weight"]
-        if ours.weight.shape == theirs.shape:
-            ours.weight.copy_(theirs)
+        ours = getattr(attention, name).weight
+        copy(ours[:, ours.shape[1] // 2 :] if first else ours, f"self_attn.{name}")
+    copy(attention.o_proj.weight, "self_attn.o_proj")
+    for name in ("q_norm", "k_norm"):
+        if getattr(attention, name) is not None:
+            copy(getattr(attention, name).weight, f"self_attn.{name}")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        copy(getattr(mlp, name).weight, f"mlp.{name}")
 
 
 def config_of(directory: Path) -> Eagle3Config:
@@ -92,6 +104,11 @@ def config_of(directory: Path) -> Eagle3Config:
         rope_parameters=raw["rope_parameters"],
         max_position_embeddings=raw["max_position_embeddings"],
         norm_before_residual=raw.get("norm_before_residual", False),
+        norm_before_fc=raw.get("norm_before_fc", False),
+        fc_norm=raw.get("fc_norm", False),
+        norm_output=raw.get("norm_output", False),
+        num_hidden_layers=raw.get("num_hidden_layers", 1),
+        qk_norm=raw.get("model_type") == "qwen3",
     )
 
 

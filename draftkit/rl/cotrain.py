@@ -258,12 +258,12 @@ def provisional(
             f"Give fewer than {facts.vocab_size} tokens.",
         )
     drafter = Eagle3(drafter_config(recipe, facts, aux_layers, size), ends.embed_VH, torch.arange(size))
-    from_weights(drafter, weights, last_layer(facts.num_layers), recipe.train.seed)
+    from_weights(drafter, weights, facts.num_layers, recipe.train.seed)
     return drafter
 
 
-def needed(weights: Iterable[tuple[str, torch.Tensor]], num_layers: int) -> dict[str, torch.Tensor]:
-    """What `provisional` reads, out of the policy's stream of weights."""
-    layer = last_layer(num_layers)
-    wanted = lambda name: name.startswith(layer) or "layers" not in name  # noqa: E731
+def needed(weights: Iterable[tuple[str, torch.Tensor]], num_layers: int, count: int) -> dict[str, torch.Tensor]:
+    """What `provisional` reads, out of the policy's stream of weights: its last `count` layers and its ends."""
+    layers = tuple(last_layer(num_layers - i) for i in range(count))
+    wanted = lambda name: name.startswith(layers) or "layers" not in name  # noqa: E731
     return {name: tensor.detach().clone() for name, tensor in weights if wanted(name)}

@@ -115,7 +115,7 @@ def build(
     served, drafter, ends = spec.drafter, None, None
     if aux is not None:
         source = policy.weights() if policy else _stored(model)
-        kept = needed(source, facts.num_layers)
+        kept = needed(source, facts.num_layers, recipe.drafter.num_layers or 1)
         ends = Ends(iter(kept.items()), recipe.sampling.temperature, zero.compute_dtype(recipe.policy))
         if spec.drafter:
             drafter = from_drafter(Path(spec.drafter), ends.embed_VH)

@@ -90,7 +90,8 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     with_greedy = recipe.sampling.greedy_n and rollout_temperature > 0
     greedy_docs = documents(source, "heldout", seq_len, {0.0}) if with_greedy else []
     device = str(accelerator.device)
-    verifier = Verifier(path, aux_layers(recipe, facts), recipe.sampling.temperature, state_dtype(device), device)
+    dtype, temperature = state_dtype(device), recipe.sampling.temperature
+    verifier = Verifier(path, aux_layers(recipe, facts), temperature, dtype, device, recipe.train.cache_form)
 
     # ---- draft vocabulary and drafter ----
     counts = token_counts(train_docs)
@@ -172,7 +173,7 @@ def verifier_states(
 
             CachedStates.fill(directory, verifier, prints, docs, advance)
     accelerator.wait_for_everyone()
-    return CachedStates(directory, docs)
+    return CachedStates(directory, docs, verifier.form, verifier.embed_VH.dtype)
 
 
 def train(

@@ -42,11 +42,20 @@ def _eagle3(drafter: Eagle3, verifier: Verifier) -> Iterator[tuple[str, Drafter]
     def flip_norm(d: Eagle3) -> None:
         d.config = dataclasses.replace(d.config, norm_before_residual=not d.config.norm_before_residual)
 
+    def flip_output(d: Eagle3) -> None:
+        d.config = dataclasses.replace(d.config, norm_output=not d.config.norm_output)
+
+    def no_input_norms(d: Eagle3) -> None:
+        d.config = dataclasses.replace(d.config, fc_norm=False, norm_before_fc=False)
+
     def verifier_head(d: Eagle3) -> None:
         d.lm_head.weight.copy_(verifier.head_VH[d.draft_to_target_D])
 
     yield "vocabulary map (d2t): draft ids were proposed as verifier ids", _changed(drafter, lambda d: d.d2t.zero_())
     yield "norm flags: norm_before_residual differs", _changed(drafter, flip_norm)
+    yield "norm flags: norm_output differs", _changed(drafter, flip_output)
+    if drafter.config.fc_norm or drafter.config.norm_before_fc:
+        yield "norm flags: the norms before fc are left out", _changed(drafter, no_input_norms)
     if drafter.config.hidden_size == drafter.config.target_hidden_size:
         yield "shared head: vLLM proposed with the verifier's LM head", _changed(drafter, verifier_head)
     yield "rope: another base frequency", _changed(drafter, _other_rope)

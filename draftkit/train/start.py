@@ -22,6 +22,10 @@ from draftkit.recipe import Recipe
 from draftkit.types import Document
 
 RMS_DOCUMENTS = 4
+OF_EAGLE3 = (
+    *("aux_layers", "draft_vocab_size", "intermediate_size", "norm_before_residual"),
+    *("norm_before_fc", "fc_norm", "norm_output", "qk_norm"),
+)
 
 
 def aux_layers(recipe: Recipe, facts: ModelFacts) -> tuple[int, ...]:
@@ -39,18 +43,15 @@ def aux_layers(recipe: Recipe, facts: ModelFacts) -> tuple[int, ...]:
 def check_start(recipe: Recipe, facts: ModelFacts, prints: dict[str, str]) -> None:
     """Refuse settings that this kind of drafter does not have, before anything is captured."""
     section = recipe.drafter
-    given = {
-        "aux_layers": section.aux_layers,
-        "draft_vocab_size": section.draft_vocab_size,
-        "intermediate_size": section.intermediate_size,
-    }
     if section.kind != "eagle3":
-        for name, value in given.items():
-            if value is not None:
-                raise UserError(
-                    f"drafter.{name} ({value}): a drafter of kind {section.kind} has none of its own.",
-                    "Leave it out, or train an EAGLE-3 drafter.",
-                )
+        foreign = [name for name in OF_EAGLE3 if getattr(section, name)]
+        foreign += ["num_layers"] if section.kind == "mtp" and section.num_layers else []
+        if foreign:
+            raise UserError(
+                f"drafter.{foreign[0]} ({getattr(section, foreign[0])}) means nothing to a drafter of kind "
+                f"{section.kind}.",
+                "Leave it out, or train an EAGLE-3 drafter.",
+            )
     if section.kind == "mtp" and layout_for(facts.model_type) == "eagle":
         say_once(
             f"mtp: stock vLLM has no MTP module for {facts.model_type} verifiers; this trains the nearest thing that "
@@ -141,10 +142,11 @@ def drafter_config(
     recipe: Recipe, facts: ModelFacts, aux_layers: tuple[int, ...], draft_vocab_size: int
 ) -> Eagle3Config:
     """Sizes of a drafter that begins from this verifier's layers."""
+    section = recipe.drafter
     return Eagle3Config(
         hidden_size=facts.hidden_size,
         target_hidden_size=facts.hidden_size,
-        intermediate_size=recipe.drafter.intermediate_size or facts.intermediate_size,
+        intermediate_size=section.intermediate_size or facts.intermediate_size,
         num_attention_heads=facts.num_heads,
         num_key_value_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
@@ -154,5 +156,10 @@ def drafter_config(
         rms_norm_eps=facts.rms_norm_eps,
         rope_parameters=facts.rope_parameters,
         max_position_embeddings=facts.max_position_embeddings,
-        norm_before_residual=recipe.drafter.norm_before_residual,
+        norm_before_residual=section.norm_before_residual,
+        norm_before_fc=section.norm_before_fc,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+        num_hidden_layers=section.num_layers or 1,
+        qk_norm=section.qk_norm,
     )
