@@ -4,7 +4,7 @@ draftkit <verb> [-r RECIPE] [named flags] [a.b=value ...] [--dry-run] [--print-c
                 [--overwrite] [--json | -q] [--debug]
 
 Each verb maps its named flags to recipe keys and hands a `Stage` to `_go`, which is the whole life of a command.
-Left out until they are built: `project`, `export`.
+Left out until it is built: `project`.
 """
 
 from __future__ import annotations
@@ -506,6 +506,50 @@ def demo_model(
     screen.closing(f"model: {escape(str(path))}", f"{size:.0f} MB, SmolLM2-135M-Instruct in bfloat16")
     screen.closing("next: draftkit prepare" + (f" --model {escape(shlex.quote(str(path)))}" if out else ""))
     screen.emit_json({"model": str(path), "megabytes": round(size)})
+
+
+@app.command()
+@guarded
+def export(
+    drafter: Annotated[Path, typer.Argument(help="EAGLE-3 drafter directory, of any layout.")],
+    to: Annotated[str, typer.Option(help="vllm, speculators or sglang.")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    aux_ids: Annotated[
+        str | None,
+        typer.Option(help="How the drafter's file counts auxiliary layers: vllm or sglang. Default: by layout."),
+    ] = None,
+    verifier: Annotated[
+        str | None, typer.Option(help="Its verifier, for a drafter that names no auxiliary layers.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the directory.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """An EAGLE-3 drafter in the layout of another engine, bit for bit."""
+    for flag, value, known in (
+        ("--to", to, ("vllm", "speculators", "sglang")),
+        ("--aux-ids", aux_ids, ("vllm", "sglang")),
+    ):
+        if value is not None and value not in known:
+            raise UserError(f"{flag}: {value!r} is not known.", f"Give {', '.join(known[:-1])} or {known[-1]}.")
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists.", "Use --overwrite, or another --out.")
+    if out.resolve() == drafter.resolve():
+        raise UserError(f"--out is the drafter itself: {out}.", "Name another directory.")
+    from draftkit.drafters import layouts
+    from draftkit.drafters.init import verifier_of
+    from draftkit.models import fingerprint, model_facts, resolve_model
+
+    path = None if verifier is None else resolve_model(verifier)
+    head = layouts.read(drafter, aux_ids, None if path is None else model_facts(path).num_layers)
+    prints = verifier_of(drafter) or (None if path is None else fingerprint(path))
+    layouts.write(head, out, to, prints, name=verifier or "", readme=f"# EAGLE-3 drafter\n\nFrom {drafter}.\n")
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    screen.closing(
+        f"drafter: {escape(str(out))}", f"{size:.0f} MB, auxiliary layers {list(head.config.aux_layers)} as vLLM counts"
+    )
+    screen.emit_json({"drafter": str(out), "layout": to, "aux_layers": list(head.config.aux_layers)})
 
 
 @app.command()

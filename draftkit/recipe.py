@@ -62,10 +62,9 @@ KINDS = tuple(LR)  # of drafters that train
 
 class DrafterSection(Section):
     kind: Literal[KINDS] = "eagle3"
-    num_layers: int | None = Field(
-        None, gt=0
-    )  # default: 1 of an EAGLE-3 drafter, a sixth of the verifier's of a draft-lm
+    num_layers: int | None = Field(None, gt=0)  # default: 1 of EAGLE-3, a sixth of the verifier's of a draft-lm
     init: str | None = None  # directory of an existing drafter to warm-start from; default: from the verifier
+    aux_ids: Literal["vllm", "sglang"] | None = None  # how `init` counts; default: drafters/layouts.py
     aux_layers: list[int] | None = None  # verifier layer ids as vLLM counts them; default (2, n//2, n-3)
     draft_vocab_size: int | None = Field(None, gt=0)  # default: chosen from the corpus by vocab_coverage
     vocab_coverage: float = Field(0.999, gt=0, le=1)

@@ -12,7 +12,8 @@ import torch
 from tiny import TinyPolicy
 
 from draftkit.drafters.eagle3 import Eagle3
-from draftkit.drafters.export import export, served_tensors
+from draftkit.drafters.export import served_tensors
+from draftkit.drafters.layouts import export
 from draftkit.engine import Engine
 from draftkit.recipe import CanarySection
 from draftkit.rl.canary import Canary, CanaryRecord, Findings, agree, fault, judge

@@ -117,7 +117,7 @@ sys.path.insert(0, tests)
 import test_engine, tiny
 from draftkit import engine
 from draftkit.data.capture import Verifier
-from draftkit.drafters.init import from_drafter
+from draftkit.drafters.layouts import from_drafter
 from draftkit.errors import RunFailed
 from draftkit.train.parity import check_parity
 from draftkit.types import SpecConfig

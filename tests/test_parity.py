@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from draftkit.data.capture import Verifier, state_dtype
 from draftkit.drafters.eagle3 import Eagle3
-from draftkit.drafters.export import export
-from draftkit.drafters.init import from_drafter
+from draftkit.drafters.layouts import export, from_drafter
 from draftkit.errors import RunFailed
 from draftkit.train import parity
 from draftkit.train.parity import check_parity

@@ -9,7 +9,8 @@ import tiny
 import torch
 from tiny import TinyPolicy
 
-from draftkit.drafters.export import export, served_tensors
+from draftkit.drafters.export import served_tensors
+from draftkit.drafters.layouts import export
 from draftkit.engine import Engine, expected_probe, probe_mismatches
 from draftkit.rl.publish import Ends, Publisher
 from draftkit.types import Sampling, SpecConfig

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from draftkit.data.batch import plan_epoch
 from draftkit.data.capture import StreamedStates, Verifier, collate, state_dtype
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
-from draftkit.drafters.export import export
+from draftkit.drafters.layouts import export
 from draftkit.drafters.losses import drafter_loss
 from draftkit.recipe import EngineSection, Recipe
 from draftkit.train.evaluate import TeacherView
@@ -157,7 +157,7 @@ def card() -> dict[str, Any]:
         "vocab_ceiling": 0.9,
         "verifier_max_p": 0.6,
     }
-    return {"recipe": recipe().model_dump(mode="json"), "heldout": held}
+    return {"recipe": recipe().settled().model_dump(mode="json"), "heldout": held}
 
 
 # ---- made once for all test files -------------------------------------------------------------------------------

@@ -63,14 +63,16 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def whole_directory(directory: Path, verifier: dict[str, str]) -> Iterator[Path]:
+def whole_directory(directory: Path, verifier: dict[str, str] | None) -> Iterator[Path]:
     """`with whole_directory(...) as aside:` fill `aside`; it takes the place of `directory` when the block ends without
-    an error. verifier: the fingerprint of the verifier that the drafter is for, kept in its draftkit.json."""
+    an error. verifier: the fingerprint of the verifier that the drafter is for, kept in its draftkit.json; None: it is
+    not known, and there is no such file."""
     aside = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     yield aside
-    note: dict[str, Any] = {"schema": SCHEMA, "draftkit": __version__, "verifier": verifier}
-    (aside / "draftkit.json").write_text(json.dumps(note, indent=2) + "\n")
+    if verifier is not None:
+        note: dict[str, Any] = {"schema": SCHEMA, "draftkit": __version__, "verifier": verifier}
+        (aside / "draftkit.json").write_text(json.dumps(note, indent=2) + "\n")
     shutil.rmtree(directory, ignore_errors=True)
     aside.rename(directory)

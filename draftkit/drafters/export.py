@@ -1,9 +1,7 @@
-"""Drafter directories that others serve: the plain layout (vLLM, `method: eagle3`) and the speculators layout.
+"""What vLLM loads of an EAGLE-3 drafter: tensors, and config.json in the plain and in the speculators layout.
 
 Every flag is written, also where vLLM's default would do: its defaults differ between the two layouts
 (`norm_before_residual`) and the auxiliary ids are read from different keys by its two runners.
-
-Left out: the SGLang layout.
 """
 
 from __future__ import annotations
@@ -16,27 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftkit.drafters.base import whole_directory
-from draftkit.drafters.card import model_card
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config
-
-
-def export(drafter: Eagle3, directory: Path, verifier: dict[str, str], card: dict[str, Any]) -> None:
-    """Write `directory` (plain layout) and `directory`-speculators. verifier: its fingerprint; card: for README.md."""
-    readme = model_card(drafter, card)
-    tensors = export_plain(drafter, directory, verifier, readme)
-    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    renamed["embed_tokens.weight"] = drafter.embed_VH.detach().to("cpu", torch.bfloat16).clone()
-    speculators = directory.with_name(directory.name + "-speculators")
-    _write(speculators, speculators_config(drafter.config, card), renamed, verifier, readme)
-
-
-def export_plain(drafter: Eagle3, directory: Path, verifier: dict[str, str], readme: str) -> dict[str, torch.Tensor]:
-    """Write `directory` in the plain layout alone; returns its tensors."""
-    t2d = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
-    t2d[drafter.draft_to_target_D.cpu()] = True
-    tensors = served_tensors(drafter) | {"t2d": t2d}
-    _write(directory, plain_config(drafter.config), tensors, verifier, readme)
-    return tensors
 
 
 def served_tensors(drafter: Eagle3) -> dict[str, torch.Tensor]:
@@ -61,8 +39,7 @@ def plain_config(c: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def speculators_config(c: Eagle3Config, card: dict[str, Any]) -> dict[str, Any]:
-    recipe = card["recipe"]
+def speculators_config(c: Eagle3Config, verifier_name: str, k: int) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -76,10 +53,8 @@ def speculators_config(c: Eagle3Config, card: dict[str, Any]) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": recipe["train"]["ttt_steps"], "verifier_accept_k": 1}
-            ],
-            "verifier": {"name_or_path": recipe["model"]["path"], "architectures": []},
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k, "verifier_accept_k": 1}],
+            "verifier": {"name_or_path": verifier_name, "architectures": []},
         },
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
@@ -111,8 +86,12 @@ def _layer_config(c: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _write(
-    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], verifier: dict[str, str], readme: str
+def write_directory(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    verifier: dict[str, str] | None,
+    readme: str,
 ) -> None:
     with whole_directory(directory, verifier) as aside:
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})

@@ -1,9 +1,9 @@
-"""Where an EAGLE-3 drafter starts: from the verifier, or from an existing drafter directory.
+"""Where an EAGLE-3 drafter starts that is made from its verifier (others: `layouts`).
 
-From the verifier: `fc` passes the highest auxiliary state through, the layer is the verifier's last one (its
-projections act on the hidden half, the embedding half starts small), norm and head are the verifier's own. A random
-head over a random layer begins far above the uniform loss ln D; this start is an early exit of the verifier that has
-only to learn what the next token's embedding changes.
+`fc` passes the highest auxiliary state through, the layers are the verifier's last ones (the first one's projections
+act on the hidden half, the embedding half starts small), norm and head are the verifier's own. A random head over a
+random layer begins far above the uniform loss ln D; this start is an early exit of the verifier that has only to learn
+what the next token's embedding changes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from draftkit.drafters.eagle3 import Eagle3, Eagle3Config
-from draftkit.errors import UserError
+from draftkit.drafters.eagle3 import Eagle3
 
 EMBED_STD = 0.02
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # of a verifier
@@ -80,59 +78,7 @@ def _layer_from(layer: torch.nn.Module, weights: Mapping[str, torch.Tensor], the
         copy(getattr(mlp, name).weight, f"mlp.{name}")
 
 
-def config_of(directory: Path) -> Eagle3Config:
-    """The configuration of a drafter directory in the plain layout. Raises UserError when it is not one."""
-    file = directory / "config.json"
-    if not file.exists():
-        raise UserError(
-            f"{directory} holds no config.json, so it is no drafter.", "Give a directory that train-drafter wrote."
-        )
-    raw = json.loads(file.read_text())
-    if not any("Eagle3" in a for a in raw.get("architectures", [])):
-        raise UserError(f"{file}: architectures is {raw.get('architectures')}, not an EAGLE-3 drafter.")
-    return Eagle3Config(
-        hidden_size=raw["hidden_size"],
-        target_hidden_size=raw.get("target_hidden_size", raw["hidden_size"]),
-        intermediate_size=raw["intermediate_size"],
-        num_attention_heads=raw["num_attention_heads"],
-        num_key_value_heads=raw["num_key_value_heads"],
-        head_dim=raw["head_dim"],
-        vocab_size=raw["vocab_size"],
-        draft_vocab_size=raw["draft_vocab_size"],
-        aux_layers=tuple(raw["eagle_aux_hidden_state_layer_ids"]),
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope_parameters=raw["rope_parameters"],
-        max_position_embeddings=raw["max_position_embeddings"],
-        norm_before_residual=raw.get("norm_before_residual", False),
-        norm_before_fc=raw.get("norm_before_fc", False),
-        fc_norm=raw.get("fc_norm", False),
-        norm_output=raw.get("norm_output", False),
-        num_hidden_layers=raw.get("num_hidden_layers", 1),
-        qk_norm=raw.get("model_type") == "qwen3",
-    )
-
-
 def verifier_of(directory: Path) -> dict[str, str] | None:
     """Fingerprint of the verifier that the drafter was made for; None for a drafter that draftkit did not write."""
     file = directory / "draftkit.json"
     return json.loads(file.read_text())["verifier"] if file.exists() else None
-
-
-def from_drafter(directory: Path, embed_VH: torch.Tensor) -> Eagle3:
-    """An existing drafter, with its own draft vocabulary: recomputing that would scramble its head silently."""
-    config = config_of(directory)
-    tensors = {
-        name.replace("layers.0.", "midlayer."): tensor
-        for name, tensor in load_file(directory / "model.safetensors").items()
-        if name not in ("t2d", "embed_tokens.weight")
-    }
-    offsets = tensors.pop("d2t")
-    drafter = Eagle3(config, embed_VH, offsets + torch.arange(len(offsets)))
-    missing, unexpected = drafter.load_state_dict({k: v.float() for k, v in tensors.items()}, strict=False)
-    missing = [name for name in missing if name != "d2t"]
-    if missing or unexpected:
-        raise UserError(
-            f"{directory}: missing tensors {missing}, unexpected tensors {unexpected}.",
-            "It is not a plain EAGLE-3 drafter.",
-        )
-    return drafter

@@ -88,6 +88,13 @@ def _check_sizes(config: dict[str, Any], path: Path, verifier: ModelFacts) -> No
     hidden = config.get("target_hidden_size") or layer.get("hidden_size")
     _same(path, "hidden size", hidden, verifier.hidden_size)
     _same(path, "vocabulary", layer.get("vocab_size"), verifier.vocab_size)
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or ids
+    if layer is config and ids and ids[0] == 1 and not (path / "draftkit.json").is_file():
+        say_once(
+            f"{path}: auxiliary ids {list(ids)} look like SpecForge's, which vLLM reads one layer too early. If so: "
+            f"draftkit export {path} --to vllm."
+        )
 
 
 def _check_draft_model(config: dict[str, Any], path: Path, verifier: ModelFacts) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.console import table
-from draftkit.drafters.export import export_plain
+from draftkit.drafters.layouts import head_of, write
 from draftkit.models import fingerprint
 from draftkit.recipe import Recipe
 from draftkit.rl.account import Account
@@ -33,7 +33,8 @@ def finish(recipe: Recipe, run: RunDir, world: World, actors: Actors, account: A
         return {}
     if actors.drafter is not None:
         readme = drafter_card(recipe, actors.publisher.draft_version, run.path / "policy")
-        export_plain(actors.drafter, run.path / "drafter", fingerprint(run.path / "policy"), readme)
+        prints = fingerprint(run.path / "policy")
+        write(head_of(actors.drafter), run.path / "drafter", "vllm", prints, readme=readme)
     rows = [row for row in run.read_metrics() if row.get("step")]
     first = next((row["eval_reward"] for row in run.read_metrics() if row.get("step") == 0), None)
     results = summary(recipe, rows, first)

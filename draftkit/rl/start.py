@@ -17,8 +17,7 @@ import torch
 from draftkit.console import say, say_once
 from draftkit.data.capture import States
 from draftkit.drafters.eagle3 import Eagle3, default_aux_layers
-from draftkit.drafters.export import export_plain
-from draftkit.drafters.init import config_of, from_drafter
+from draftkit.drafters.layouts import config_of, from_drafter, head_of, write
 from draftkit.engine import Engine, EngineProcess
 from draftkit.errors import UserError
 from draftkit.models import ModelFacts, fingerprint
@@ -37,10 +36,10 @@ from draftkit.types import Document, Prompt, SpecConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROVISIONAL = """# A drafter before its first training
+STARTED = """# A drafter before its first training in this run
 
-Made of the policy's last layer with a placeholder vocabulary, so that an engine could be built for its sizes. The run
-that this belongs to exports the trained one when it finishes.
+The one that the run was given, or one made of the policy's last layer with a placeholder vocabulary, so that an engine
+could be built for its sizes. The run that this belongs to exports the trained one when it finishes.
 """
 COTRAINED = "eagle3"  # the one method whose drafter is ours to train
 
@@ -102,7 +101,7 @@ def build(
     spec, prints = recipe.spec, fingerprint(model)
     aux = None
     if spec.method == COTRAINED:
-        given = spec.drafter and config_of(Path(spec.drafter))
+        given = spec.drafter and config_of(Path(spec.drafter), recipe.drafter.aux_ids, facts.num_layers)
         aux = given.aux_layers if given else tuple(recipe.drafter.aux_layers or default_aux_layers(facts.num_layers))
         if spec.drafter:
             check_init(Path(spec.drafter), facts, prints)
@@ -118,14 +117,14 @@ def build(
         kept = needed(source, facts.num_layers, recipe.drafter.num_layers or 1)
         ends = Ends(iter(kept.items()), recipe.sampling.temperature, zero.compute_dtype(recipe.policy))
         if spec.drafter:
-            drafter = from_drafter(Path(spec.drafter), ends.embed_VH)
+            drafter = from_drafter(Path(spec.drafter), ends.embed_VH, recipe.drafter.aux_ids, facts.num_layers)
         else:
             drafter = provisional(recipe, facts, aux, ends, kept)
-            served = str(run.path / "drafter-start")
-            if world.is_main:
-                export_plain(drafter, Path(served), prints, PROVISIONAL)
-            world.barrier()
             say("no drafter was given: one grows from the policy's last layer on the first rollouts")
+        served = str(run.path / "drafter-start")  # also a given one: it may be of a layout that vLLM would misread
+        if world.is_main:
+            write(head_of(drafter), Path(served), "vllm", prints, readme=STARTED)
+        world.barrier()
 
     # ---- engine ----
     config = None

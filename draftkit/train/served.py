@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftkit.drafters import export as eagle3_export
+from draftkit.drafters import layouts
 from draftkit.drafters.base import Drafter
 from draftkit.drafters.card import model_card
 from draftkit.drafters.draft_lm import DraftLM, export_draft_lm
@@ -21,7 +21,7 @@ def export(
     """Write `directory`. verifier: its fingerprint; card: the recipe and held-out figures, for README.md. An MTP layer
     in MiMo's layout becomes a copy of the verifier's directory with the layer stitched in; its shards are linked."""
     if isinstance(drafter, Eagle3):
-        eagle3_export.export(drafter, directory, verifier, card)
+        layouts.export(drafter, directory, verifier, card)
         return
     readme = model_card(drafter, card)
     if isinstance(drafter, DraftLM):

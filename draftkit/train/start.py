@@ -13,7 +13,8 @@ from draftkit.data.capture import Verifier
 from draftkit.drafters import draft_lm, mtp
 from draftkit.drafters.base import Drafter
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
-from draftkit.drafters.init import config_of, from_drafter, from_verifier, verifier_of
+from draftkit.drafters.init import from_verifier, verifier_of
+from draftkit.drafters.layouts import config_of, from_drafter
 from draftkit.drafters.mtp import Mtp, MtpConfig, layout_for
 from draftkit.drafters.vocab import choose_vocab
 from draftkit.errors import UserError
@@ -36,7 +37,7 @@ def aux_layers(recipe: Recipe, facts: ModelFacts) -> tuple[int, ...]:
     if section.kind == "mtp":
         return (facts.num_layers,) if layout_for(facts.model_type) == "mimo" else ()
     if section.init is not None:
-        return config_of(Path(section.init)).aux_layers
+        return config_of(Path(section.init), section.aux_ids, facts.num_layers).aux_layers
     return tuple(sorted(section.aux_layers or default_aux_layers(facts.num_layers)))
 
 
@@ -64,7 +65,10 @@ def check_start(recipe: Recipe, facts: ModelFacts, prints: dict[str, str]) -> No
 def check_init(directory: Path, facts: ModelFacts, prints: dict[str, str], field: str = "drafter.init") -> None:
     """Refuse a warm start from a drafter whose sizes or tokens are not this verifier's. Other weights are what a warm
     start is for, when the policy has moved on, so they are only said. field: of the recipe, which named it."""
-    config, how = config_of(directory), f"Use a drafter of this verifier, or leave {field} out."
+    config, how = (
+        config_of(directory, num_layers=facts.num_layers),
+        f"Use a drafter of this verifier, or leave {field} out.",
+    )
     theirs, ours = (config.target_hidden_size, config.vocab_size), (facts.hidden_size, facts.vocab_size)
     if theirs != ours:
         raise UserError(
@@ -103,7 +107,7 @@ def build_drafter(
             mtp.from_verifier(drafter, verifier.model.state_dict(), last_rms(verifier, documents))
         return drafter
     if init is not None:
-        return from_drafter(init, verifier.embed_VH)
+        return from_drafter(init, verifier.embed_VH, recipe.drafter.aux_ids, facts.num_layers)
     section = recipe.drafter
     ids = choose_vocab(counts, special, facts.vocab_size, section.draft_vocab_size, section.vocab_coverage)
     drafter = Eagle3(drafter_config(recipe, facts, verifier.aux_layers, len(ids)), verifier.embed_VH, ids)
