@@ -202,13 +202,18 @@ def _check_corpus(recipe: Recipe, corpus: Path) -> str:
 def _check_drafter(recipe: Recipe, drafter: str) -> str:
     """Against the verifier where that is a directory; a hub name is not fetched for a dry run."""
     from draftkit.evals.drafter import resolve_drafter
-    from draftkit.models import fingerprint, model_facts
+    from draftkit.models import DEMO, demo_dir, fingerprint, model_facts
 
+    path = Path(drafter)
+    if drafter != "ngram" and not any((folder / "config.json").is_file() for folder in (path, path / "drafter")):
+        raise UserError(
+            f"The drafter {drafter} is not a directory with a config.json.", "Train one with `draftkit train-drafter`."
+        )
     verifier = Path(recipe.model.path).expanduser()
-    if verifier.is_dir():
+    if recipe.model.path == DEMO and not verifier.exists():
+        verifier = demo_dir()
+    if (verifier / "config.json").is_file():
         resolve_drafter(drafter, model_facts(verifier), fingerprint(verifier), max(recipe.eval.k))
-    elif drafter != "ngram" and not Path(drafter).is_dir():
-        raise UserError(f"The drafter directory {drafter} does not exist.", "Train one with `draftkit train-drafter`.")
     return f"drafter: {drafter}"
 
 
@@ -469,12 +474,16 @@ def rl(
 
     def check() -> list[str]:
         from draftkit.data.data_recipe import load_data_recipe
+        from draftkit.rl import envs, start
 
         r = stage.recipe
         speculation = "none" if r.spec.method == "none" else f"{r.spec.method}, k = {r.spec.k}"
         prompts = f"{r.rl.prompts_per_step} prompts x {r.sampling.n} responses a step, {r.rl.steps} steps"
-        data = f"data: {load_data_recipe(r.data.recipe).name}"
-        return [_check_model(r), data, prompts, f"speculation: {speculation}"]
+        data_recipe = load_data_recipe(r.data.recipe)
+        start.check(r)
+        envs.load_environment(r, data_recipe, envs.load_reward(r, data_recipe))
+        lines = [_check_model(r), f"data: {data_recipe.name}", prompts, f"speculation: {speculation}"]
+        return lines if r.spec.drafter is None else [*lines, _check_drafter(r, r.spec.drafter)]
 
     def next_command(results: dict[str, Any]) -> str:
         policy = stage.out / "policy"

@@ -349,6 +349,22 @@ def test_a_dry_run_looks_into_its_inputs(refused: Refuse, words, prepare, tiny_v
     has(refused(*command), "The drafter drafter is not a directory with a config.json")
 
 
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        (["--spec", "mtp"], "spec.method=mtp needs a drafter"),
+        (["--drafter", "absent"], "drafter absent is not a directory"),
+        (["rl.reward=nowhere:score"], "rl.reward: there is no module 'nowhere'"),
+        (["rl.environment=chess"], "rl.environment: there is no environment 'chess'"),
+        (["spec.rejection_sample_method=synthetic"], "'synthetic' is refused"),
+        (["sampling.temperature=0"], "sampling.temperature"),
+        (["sampling.n=1"], "sampling.n (1)"),
+    ],
+)
+def test_a_dry_run_of_rl_refuses_what_the_run_would(refused: Refuse, tiny_verifier: Path, setting, complaint) -> None:
+    has(refused("rl", "--model", tiny_verifier, *setting, "--dry-run"), complaint)
+
+
 def test_a_damaged_shard_of_an_unfinished_corpus(refused: Refuse, prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """`prepare --resume` neither trusts it nor answers over it in silence."""
     with monkeypatch.context() as full:

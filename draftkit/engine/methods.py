@@ -73,6 +73,16 @@ def check_lossless(spec: SpecConfig) -> None:
         )
 
 
+def refuse_by_name(rejection_sample_method: str | None) -> None:
+    """What of `check_lossless` needs no vLLM, for a dry run."""
+    if rejection_sample_method is not None and rejection_sample_method not in LOSSLESS:
+        why = NOT_ALLOWED.get(rejection_sample_method, "is not known to keep the policy's distribution")
+        raise UserError(
+            f"spec.rejection_sample_method '{rejection_sample_method}' is refused: it {why}.",
+            f"Lossless are {', '.join(sorted(LOSSLESS))}, as far as the installed vLLM knows them.",
+        )
+
+
 def speculative_config(spec: SpecConfig, max_num_seqs: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a checked spec."""
     config: dict[str, Any] = {"method": METHODS[spec.method], "num_speculative_tokens": spec.k}

@@ -19,6 +19,7 @@ from draftkit.data.capture import States
 from draftkit.drafters.eagle3 import Eagle3, default_aux_layers
 from draftkit.drafters.layouts import config_of, from_drafter, head_of, write
 from draftkit.engine import Engine, EngineProcess
+from draftkit.engine.methods import refuse_by_name
 from draftkit.errors import UserError
 from draftkit.models import ModelFacts, fingerprint
 from draftkit.recipe import Recipe
@@ -47,6 +48,7 @@ COTRAINED = "eagle3"  # the one method whose drafter is ours to train
 def check(recipe: Recipe) -> None:
     """Refuse what cannot work before anything is built. Raises UserError."""
     spec, method = recipe.spec, recipe.spec.method
+    refuse_by_name(spec.rejection_sample_method)
     if method in ("mtp", "draft-lm") and spec.drafter is None:
         raise UserError(
             f"spec.method={method} needs a drafter: only eagle3 drafters can be grown.", "Give one with --drafter."
