@@ -168,6 +168,21 @@ def test_a_fine_tuned_layer_takes_the_place_of_the_old_one(verifier, tmp_path):
     assert same(read(tmp_path / "newer"), old | second | some)
 
 
+def test_why_no_listed_file_may_hold_an_old_copy(tmp_path):
+    """What `stitch` is built on: vLLM takes both copies, whatever the index says of the tensor, the old one last."""
+    from vllm.model_executor.model_loader.weight_utils import (
+        filter_duplicate_safetensors_files,
+        safetensors_weights_iterator,
+    )
+
+    save_file({"w": torch.zeros(1), "v": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.ones(1)}, tmp_path / SHARD)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": SHARD, "v": "model.safetensors"}}))
+    paths = [str(path) for path in tmp_path.glob("*.safetensors")]
+    paths = filter_duplicate_safetensors_files(paths, str(tmp_path), INDEX)
+    assert [float(t) for name, t in safetensors_weights_iterator(paths, False) if name == "w"] == [1.0, 0.0]
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

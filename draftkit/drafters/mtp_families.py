@@ -9,7 +9,8 @@ of token p+1 and predicts token p+2:
     logits = head(final_norm(y))                            final_norm absent in Ernie
 
 and the next step reads final_norm(y) or y in place of h (`feedback`). Whatever copies of head and embedding a
-checkpoint carries, vLLM loads them and then puts the verifier's own in their place.
+checkpoint carries, vLLM loads them and then puts the verifier's own in their place. Of several layers the runner that
+draftkit drives only ever runs the first, also for the second and later drafts of a round.
 
 Left out: families whose MTP layer is no decoder layer over one fused input (Gemma 4, Qwen4, DeepSeek V4), sparse
 attention (DeepSeek V3.2), and those that nobody here has loaded (vLLM 0.32 knows some twenty more).
