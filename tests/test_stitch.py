@@ -160,11 +160,13 @@ def test_a_fine_tuned_layer_takes_the_place_of_the_old_one(verifier, tmp_path):
         index = json.loads((native / INDEX).read_text())
         index["weight_map"] |= dict.fromkeys(first, last.name)
         (native / INDEX).write_text(json.dumps(index))
-    stitch(native, second, {}, tmp_path / "new")
+    with pytest.raises(UserError, match="already holds model.mtp_layers.0.* and 15 more tensors of the MTP layer"):
+        stitch(native, second, {}, tmp_path / "new")
+    stitch(native, second, {}, tmp_path / "new", replace=True)
     assert same(read(tmp_path / "new"), old | second)
     assert same(read(native), old | first)
     some = dict(list(mtp_tensors(verifier, 3).items())[:3])  # a part of the layer, and over a stitched directory
-    stitch(tmp_path / "new", some, {}, tmp_path / "newer")
+    stitch(tmp_path / "new", some, {}, tmp_path / "newer", replace=True)
     assert same(read(tmp_path / "newer"), old | second | some)
 
 
@@ -209,12 +211,12 @@ def test_another_shape_is_refused(verifier, tmp_path):
     stitch(verifier, mtp, PATCH, tmp_path / "new")
     name = names(MIMO, config_of(tmp_path / "new"))["fuse"]
     with pytest.raises(UserError, match=r"input_proj.weight is \[2\], and the tensor that it replaces is \[128, 256\]"):
-        stitch(tmp_path / "new", mtp | {name: torch.ones(2)}, {}, tmp_path / "newer")
+        stitch(tmp_path / "new", mtp | {name: torch.ones(2)}, {}, tmp_path / "newer", replace=True)
 
 
-def test_a_directory_that_exists_and_a_full_disk_are_refused(verifier, tmp_path, monkeypatch):
+def test_the_verifiers_own_directory_and_a_full_disk_are_refused(verifier, tmp_path, monkeypatch):
     mtp = mtp_tensors(verifier)
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match="holds the verifier"):
         stitch(verifier, mtp, PATCH, verifier)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))

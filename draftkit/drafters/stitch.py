@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from draftkit.drafters.base import whole_directory
 from draftkit.drafters.mtp_families import is_mtp, require_family, split
 from draftkit.errors import UserError
 from draftkit.run import no_space
@@ -35,27 +37,38 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def stitch(
-    verifier_dir: Path, tensors: Mapping[str, torch.Tensor], config_patch: Mapping[str, Any], out_dir: Path
+    verifier: Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    directory: Path,
+    prints: dict[str, str] | None = None,
+    readme: str | None = None,
+    *,
+    replace: bool = False,
 ) -> None:
-    """Write `out_dir`, the verifier with these MTP tensors and with `config_patch` over its config.json.
+    """Write `directory`: `verifier` with `tensors` (checkpoint names) and `config` over its own config.json.
 
-    Tensors of the family's own MTP layers are replaced; every other name must be new. Raises UserError.
+    prints: the verifier's fingerprint; readme: in place of its README.md. replace: these are the verifier's own MTP
+    layers, trained on; otherwise every name must be new. Raises UserError.
     """
-    if out_dir.exists():
-        raise UserError(f"{out_dir} exists.", "Name a new directory for the stitched checkpoint.")
-    aside = _aside(out_dir)
-    _build(verifier_dir, tensors, config_patch, aside)
-    os.rename(aside, out_dir)
-    _sync(out_dir.parent)
+    if directory.exists() and verifier.resolve().is_relative_to(directory.resolve()):
+        raise UserError(f"{directory} holds the verifier.", "Name a new directory for the stitched checkpoint.")
+    plan = _plan(verifier, tensors, config, directory, replace)
+    with whole_directory(directory, prints) as aside:
+        _fill(aside, plan, tensors)
+        if readme is not None:
+            (aside / "README.md").write_text(readme)
 
 
-def stitch_in_place(verifier_dir: Path, tensors: Mapping[str, torch.Tensor], config_patch: Mapping[str, Any]) -> None:
+def stitch_in_place(
+    verifier: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, replace: bool = False
+) -> None:
     """The same, the stitched checkpoint in the place of the verifier's. A stitched one is stitched anew from its
     original."""
-    directory = verifier_dir.resolve()
+    directory = verifier.resolve()
     backup, aside = _backup(directory), _aside(directory)
     if is_stitched(directory):
-        _build(_check_backup(directory), tensors, config_patch, aside, mark=True)
+        _build(_check_backup(directory), tensors, config, aside, replace)
         _exchange(aside, directory)
         shutil.rmtree(aside)
         return
@@ -66,14 +79,14 @@ def stitch_in_place(verifier_dir: Path, tensors: Mapping[str, torch.Tensor], con
                 "It holds a verifier from before an earlier stitching: move it away.",
             )
         _discard(backup, directory)
-    _build(directory, tensors, config_patch, aside, mark=True)
+    _build(directory, tensors, config, aside, replace)
     os.rename(aside, backup)
     _exchange(backup, directory)
 
 
-def unstitch(verifier_dir: Path) -> None:
+def unstitch(verifier: Path) -> None:
     """Put the verifier back that `stitch_in_place` replaced, every file as it was."""
-    directory = verifier_dir.resolve()
+    directory = verifier.resolve()
     if not is_stitched(directory):
         raise UserError(f"{directory} was not stitched in place.", "There is nothing to put back.")
     backup = _check_backup(directory)
@@ -89,10 +102,20 @@ def is_stitched(directory: Path) -> bool:
 # ------------------------------------------------------------------------------------------------- one directory
 
 
-def _build(
-    source: Path, tensors: Mapping[str, torch.Tensor], patch: Mapping[str, Any], aside: Path, mark: bool = False
-) -> None:
-    """Make `aside`, whole and on the disk."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a stitched checkpoint will be. thinned: shards that cannot be linked, with their tensors' names."""
+
+    source: Path
+    config: dict[str, Any]
+    index: dict[str, Any]
+    thinned: dict[str, list[str]]
+
+
+def _plan(
+    source: Path, tensors: Mapping[str, torch.Tensor], patch: Mapping[str, Any], where: Path, replace: bool
+) -> _Plan:
+    """Everything that can be refused is refused here, before anything is written."""
     file = source / "config.json"
     if not file.is_file():
         raise UserError(f"{source} holds no config.json, so it is no verifier.", "Give a transformers model directory.")
@@ -101,26 +124,49 @@ def _build(
     shards = {name: _header(source / name) for name in sorted(set(index["weight_map"].values()))}
     held = {name: shape for shapes in shards.values() for name, shape in shapes.items()}
     _check(config, held, tensors, file)
-    thinned = {shard: shapes for shard, shapes in shards.items() if shapes.keys() & tensors.keys() or shard == SHARD}
+    if not replace and (taken := sorted(tensors.keys() & held.keys())):
+        raise UserError(
+            f"{source} already holds {taken[0]} and {len(taken) - 1} more tensors of the MTP layer.",
+            "Start from a verifier without MTP layers.",
+        )
+    thinned = {
+        shard: list(shapes) for shard, shapes in shards.items() if shapes.keys() & tensors.keys() or shard == SHARD
+    }
+    no_space(where, _need(source, where, tensors, thinned), f"the stitched checkpoint {where}")
+    return _Plan(source, config, index, thinned)
+
+
+def _build(
+    source: Path, tensors: Mapping[str, torch.Tensor], patch: Mapping[str, Any], aside: Path, replace: bool
+) -> None:
+    """Make `aside`, marked as one that takes a verifier's place."""
+    plan = _plan(source, tensors, patch, aside, replace)
     if aside.exists():
         shutil.rmtree(aside)
-    no_space(aside, _need(source, aside, tensors, thinned), f"the stitched checkpoint {aside.parent}")
-    shutil.copytree(source, aside, copy_function=_link, ignore=shutil.ignore_patterns(MARK, INDEX, *thinned, SHARD))
+    aside.mkdir()
+    (aside / MARK).write_text(json.dumps({"schema": SCHEMA, "tensors": sorted(tensors)}, indent=2) + "\n")
+    _fill(aside, plan, tensors)
+
+
+def _fill(aside: Path, plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The stitched checkpoint, whole and on the disk."""
+    ours = shutil.ignore_patterns(MARK, INDEX, SHARD, "config.json", *plan.thinned)
+    shutil.copytree(plan.source, aside, copy_function=_link, ignore=ours, dirs_exist_ok=True)
     mtp = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    for shard, shapes in thinned.items():
-        with safe_open(source / shard, framework="pt") as old:
-            rest = {name: old.get_tensor(name) for name in shapes if name not in tensors}
+    for shard, held in plan.thinned.items():
+        with safe_open(plan.source / shard, framework="pt") as old:
+            rest = {name: old.get_tensor(name) for name in held if name not in tensors}
             if shard == SHARD:
                 mtp |= rest
             elif rest:
                 save_file(rest, aside / shard, metadata=old.metadata())
     save_file(mtp, aside / SHARD, metadata={"format": "pt"})
-    index["weight_map"] = dict(sorted((index["weight_map"] | dict.fromkeys(tensors, SHARD)).items()))
-    index["metadata"]["total_size"] = sum(_data_bytes(aside / name) for name in set(index["weight_map"].values()))
+    weight_map = dict(sorted((plan.index["weight_map"] | dict.fromkeys(tensors, SHARD)).items()))
+    total = sum(_data_bytes(aside / name) for name in set(weight_map.values()))
+    metadata = plan.index["metadata"] | {"total_size": total}
+    index = plan.index | {"metadata": metadata, "weight_map": weight_map}
     (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if mark:
-        (aside / MARK).write_text(json.dumps({"schema": SCHEMA, "tensors": sorted(tensors)}, indent=2) + "\n")
+    (aside / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
     for path in (*aside.rglob("*"), aside):
         _sync(path)
 
@@ -171,9 +217,9 @@ def _data_bytes(path: Path) -> int:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
-def _need(source: Path, aside: Path, tensors: Mapping[str, torch.Tensor], thinned: Mapping[str, Any]) -> int:
+def _need(source: Path, where: Path, tensors: Mapping[str, torch.Tensor], thinned: Mapping[str, Any]) -> int:
     """Bytes that will be written: links cost nothing."""
-    near = next(parent for parent in (aside.resolve(), *aside.resolve().parents) if parent.exists())
+    near = next(parent for parent in (where.resolve(), *where.resolve().parents) if parent.exists())
     copied = 0
     for path in source.rglob("*"):
         if path.is_file():
