@@ -100,7 +100,7 @@ def drafted(config: VllmConfig, directory: Path) -> dict[str, object]:
     state, feedback = out if isinstance(out, tuple) else (out, out)
     logits = run(config, model, lambda: model.compute_logits(state))
     save_file({"logits": logits.contiguous(), "feedback": feedback.contiguous()}, directory / "outputs.safetensors")
-    return {"module": type(model).__name__, "loaded": sorted(loaded)}
+    return {"loaded": sorted(loaded)}
 
 
 def verified(config: VllmConfig, directory: Path) -> dict[str, object]:

@@ -362,8 +362,12 @@ def test_sizes_of_a_multimodal_configuration_are_nested():
 def test_a_verifier_without_mtp_layers_is_none_or_refused_where_one_is_needed():
     plain = SIZES | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
     assert family_of(plain) is None
-    with pytest.raises(UserError, match="x/config.json: model_type 'qwen2' has no MTP layers that draftkit knows"):
+    with pytest.raises(
+        UserError, match=r"x/config.json: model_type 'qwen2' \(Qwen2ForCausalLM\) has no MTP layers that"
+    ):
         require_family(plain, "x/config.json")
+    # Kimi K2 is a DeepSeek V3 by architecture alone: vLLM goes by the model_type and would not look for layers.
+    assert family_of(DEEPSEEK | {"model_type": "kimi_k2"}) is None
     stripped = CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 0}
     assert family_of(stripped) is None
     with pytest.raises(UserError, match="num_nextn_predict_layers is 0, so the verifier has no MTP layers"):

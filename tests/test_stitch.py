@@ -193,7 +193,7 @@ def test_why_no_listed_file_may_hold_an_old_copy(tmp_path):
     [
         (lambda t: t | {"model.norm.weight": torch.ones(HIDDEN)}, PATCH, "not MTP tensors of mimo: model.norm.weight"),
         (lambda t: dict(list(t.items())[1:]), PATCH, "lacks 1 tensors of its MTP layers"),
-        (lambda t: t, {}, "model_type 'qwen2' has no MTP layers"),
+        (lambda t: t, {}, "model_type 'qwen2' .* has no MTP layers"),
         (lambda t: t, PATCH | {"num_nextn_predict_layers": 2}, "lacks .* tensors of its MTP layers"),
     ],
 )

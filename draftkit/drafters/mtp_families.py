@@ -33,18 +33,17 @@ Block = Literal["qwen2", "llama", "qwen3_next", "qwen3_5", "deepseek_v3", "glm4_
 class Family:
     """One row. In tensor names {i} counts MTP layers from 0 and {n} is i + num_hidden_layers.
 
-    model_types, architectures: either one in config.json tells the family. served_as: vLLM's architecture. count_key:
-    of config.json (or its text_config), how many MTP layers; count_default where it is left out. block: what follows
-    it are names of an ordinary decoder layer, of kind block_type. embedding, head: the layer's own copies, None where
-    the checkpoint has only the verifier's. verifier_state: which state of the verifier is fed in; feedback: which of
-    its own the next step reads. zero_first: the embedding at position 0 counts as zero. norm_adds_one: norms scale by
-    1 + weight.
+    model_types, architectures: what tells the family in config.json, the one or the other, as vLLM goes by.
+    count_key: of config.json (or its text_config), how many MTP layers; count_default where it is left out. block:
+    what follows it are names of an ordinary decoder layer, of kind block_type. embedding, head: the layer's own copies,
+    None where the checkpoint has only the verifier's. verifier_state: which state of the verifier is fed in; feedback:
+    which of its own the next step reads. zero_first: the embedding at position 0 counts as zero. norm_adds_one: norms
+    scale by 1 + weight.
     """
 
     name: str
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
-    served_as: str
     count_key: str
     count_default: int
     embed_norm: str
@@ -64,9 +63,8 @@ class Family:
 
 _MIMO = Family(
     name="mimo",
-    model_types=("mimo",),
+    model_types=(),
     architectures=("MiMoForCausalLM",),
-    served_as="MiMoMTPModel",
     count_key="num_nextn_predict_layers",
     count_default=0,
     embed_norm="model.mtp_layers.{i}.token_layernorm.weight",
@@ -86,8 +84,7 @@ _MIMO = Family(
 _ERNIE = Family(
     name="ernie4_5",
     model_types=("ernie4_5_moe",),
-    architectures=("Ernie4_5_MoeForCausalLM",),
-    served_as="ErnieMTPModel",
+    architectures=(),
     count_key="num_nextn_predict_layers",
     count_default=0,
     embed_norm="model.mtp_emb_norm.{i}.weight",
@@ -107,8 +104,7 @@ _ERNIE = Family(
 _QWEN3_NEXT = Family(
     name="qwen3_next",
     model_types=("qwen3_next",),
-    architectures=("Qwen3NextForCausalLM",),
-    served_as="Qwen3NextMTP",
+    architectures=(),
     count_key="num_nextn_predict_layers",
     count_default=1,  # as in vLLM: checkpoints carry the layer without the key
     embed_norm="mtp.pre_fc_norm_embedding.weight",
@@ -128,13 +124,7 @@ _QWEN3_NEXT = Family(
 _QWEN3_5 = Family(
     name="qwen3_5",
     model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    architectures=(
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-    ),
-    served_as="Qwen3_5MTP",
+    architectures=(),
     count_key="mtp_num_hidden_layers",
     count_default=1,
     embed_norm="mtp.pre_fc_norm_embedding.weight",
@@ -154,8 +144,7 @@ _QWEN3_5 = Family(
 _DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     model_types=("deepseek_v3",),
-    architectures=("DeepseekV3ForCausalLM",),
-    served_as="DeepSeekMTPModel",
+    architectures=(),
     count_key="num_nextn_predict_layers",
     count_default=0,
     embed_norm="model.layers.{n}.enorm.weight",
@@ -174,9 +163,8 @@ _DEEPSEEK_V3 = Family(
 )
 _GLM4_MOE = Family(
     name="glm4_moe",
-    model_types=("glm4_moe",),
+    model_types=(),
     architectures=("Glm4MoeForCausalLM",),
-    served_as="Glm4MoeMTPModel",
     count_key="num_nextn_predict_layers",
     count_default=0,
     embed_norm="model.layers.{n}.enorm.weight",
@@ -200,44 +188,39 @@ FAMILIES = {f.name: f for f in (_MIMO, _ERNIE, _QWEN3_NEXT, _QWEN3_5, _DEEPSEEK_
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json, None for a verifier without MTP layers. The architecture outweighs the model_type:
-    a Qwen2 checkpoint is served with MiMo's layers when its architectures say so."""
-    for own, field in ((config.get("architectures") or [], "architectures"), ([_model_type(config)], "model_types")):
-        for family in FAMILIES.values():
-            if set(own) & set(getattr(family, field)):
-                return family if num_layers(family, config) else None
-    return None
+    """The family of a config.json, None for a verifier without MTP layers."""
+    family = _named(config)
+    return family if family is not None and num_layers(family, config) else None
 
 
 def require_family(config: Mapping[str, Any], where: str) -> Family:
     """`family_of`, or a UserError that says what is missing in the file `where`."""
-    family = family_of(config)
-    if family is not None:
-        return family
-    for known in FAMILIES.values():
-        if (
-            set(config.get("architectures") or []) & set(known.architectures)
-            or _model_type(config) in known.model_types
-        ):
-            raise UserError(
-                f"{where}: {known.count_key} is {_text(config).get(known.count_key)!r}, so the verifier has no MTP "
-                "layers.",
-                f"A {known.name} checkpoint with MTP layers sets it to their number.",
-            )
-    raise UserError(
-        f"{where}: model_type {_model_type(config)!r} has no MTP layers that draftkit knows.",
-        f"Families with MTP layers: {', '.join(FAMILIES)}.",
-    )
+    family = _named(config)
+    if family is None:
+        raise UserError(
+            f"{where}: model_type {config.get('model_type')!r} ({', '.join(config.get('architectures') or [])}) has no "
+            "MTP layers that draftkit knows.",
+            f"Families with MTP layers: {', '.join(FAMILIES)}.",
+        )
+    if not num_layers(family, config):
+        raise UserError(
+            f"{where}: {family.count_key} is {_text(config).get(family.count_key)!r}, so the verifier has no MTP "
+            "layers.",
+            f"A {family.name} checkpoint with MTP layers sets it to their number.",
+        )
+    return family
+
+
+def _named(config: Mapping[str, Any]) -> Family | None:
+    first = (config.get("architectures") or [None])[0]
+    found = (f for f in FAMILIES.values() if first in f.architectures or config.get("model_type") in f.model_types)
+    return next(found, None)
 
 
 def num_layers(family: Family, config: Mapping[str, Any]) -> int:
     """How many MTP layers the config announces."""
     found = _text(config).get(family.count_key)
     return family.count_default if found is None else int(found)
-
-
-def _model_type(config: Mapping[str, Any]) -> str | None:
-    return config.get("model_type")
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
