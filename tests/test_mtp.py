@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from draftkit.errors import RunFailed, UserError
 from draftkit.models import model_facts
 from draftkit.train.parity import check_parity
 from draftkit.train.served import export, spec_config
-from draftkit.train.start import mtp_config
+from draftkit.train.start import build_drafter, mtp_config, native_mtp
 from draftkit.types import Document, DraftBatch
 
 LAYOUTS = ["mimo", "eagle"]
@@ -233,13 +234,33 @@ def test_stitching_leaves_the_verifier_and_its_tensors_as_they_are(verifiers, tm
     assert torch.equal(whole(text).logits, verifier.model(text).logits)
 
 
-def test_a_verifier_that_has_such_a_layer_is_refused(verifiers, tmp_path):
+def test_a_layer_that_the_verifier_carries_is_fine_tuned_and_replaced(verifiers, tmp_path):
+    """What a run does whose verifier is a stitched checkpoint: begins with its layer, and puts another in its place."""
     path = Path(verifiers["mimo"].model.name_or_path)
-    drafter = randomised(built(verifiers["mimo"]))
-    export(drafter, tmp_path / "once", path, tiny.FINGERPRINT, tiny.card())
-    with pytest.raises(UserError, match=r"already holds model.mtp_layers.0"):
-        export(drafter, tmp_path / "twice", tmp_path / "once", tiny.FINGERPRINT, tiny.card())
-    assert not (tmp_path / "twice").exists()
+    first = randomised(built(verifiers["mimo"]))
+    export(first, tmp_path / "once", path, tiny.FINGERPRINT, tiny.card())
+    carrier = Verifier(tmp_path / "once", (tiny.LAYERS,), 1.0, torch.float32)
+    facts = model_facts(tmp_path / "once")
+    begun = build_drafter(tiny.recipe(drafter={"kind": "mtp"}), facts, carrier, Counter(), [], [])
+    for (name, a), (_, b) in zip(first.named_parameters(), begun.named_parameters(), strict=True):
+        assert torch.equal(a.bfloat16().float(), b), name
+    second = randomised(begun, seed=9)
+    export(second, tmp_path / "twice", tmp_path / "once", tiny.FINGERPRINT, tiny.card())
+    held = load_file(tmp_path / "twice" / stitch.SHARD)
+    assert torch.equal(held[mtp.PREFIX + "input_proj.weight"], second.input_proj.weight.bfloat16())
+    assert (tmp_path / "twice" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+
+
+def test_layers_of_another_family_are_refused_by_name(verifiers, tmp_path):
+    path = Path(verifiers["eagle"].model.name_or_path)
+    other = tmp_path / "deepseek"
+    other.mkdir()
+    config = json.loads((path / "config.json").read_text())
+    changes = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
+    (other / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match="family deepseek_v3"):
+        native_mtp(other)
+    assert native_mtp(path) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

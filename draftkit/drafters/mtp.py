@@ -14,8 +14,8 @@ Stock vLLM serves one made from scratch in two layouts, and which one follows fr
             tensors are a directory of their own.
 
 Alignment, masks and the trick with the prompt (only keys and values are computed for tokens that are no slot) are
-those of `eagle3`. Left out: several MTP layers, which vLLM re-runs as one; families with layers of their own
-(`mtp_families`).
+those of `eagle3`. A verifier that carries such a layer already (MiMo's layout) has it fine-tuned. Left out: several MTP
+layers, which vLLM re-runs as one; families whose decoder layer is another (`mtp_families`: MLA, gated attention, MoE).
 """
 
 from __future__ import annotations

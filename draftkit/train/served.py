@@ -12,6 +12,7 @@ from draftkit.drafters.draft_lm import DraftLM, export_draft_lm
 from draftkit.drafters.eagle3 import Eagle3
 from draftkit.drafters.mtp import Mtp, export_eagle, mimo_config, served_tensors
 from draftkit.drafters.stitch import stitch
+from draftkit.train.start import native_mtp
 from draftkit.types import SpecConfig
 
 
@@ -29,7 +30,8 @@ def export(
     elif isinstance(drafter, Mtp) and drafter.config.layout == "eagle":
         export_eagle(drafter, directory, verifier, readme)
     else:
-        stitch(verifier_path, served_tensors(drafter), mimo_config(), directory, verifier, readme)
+        tensors, own = served_tensors(drafter), native_mtp(verifier_path) is not None
+        stitch(verifier_path, tensors, mimo_config(), directory, verifier, readme, replace=own)
 
 
 def spec_config(drafter: Drafter, directory: Path, k: int) -> SpecConfig:

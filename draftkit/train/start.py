@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from draftkit.drafters.init import from_verifier, verifier_of
 from draftkit.drafters.layouts import config_of, from_drafter
 from draftkit.drafters.mtp import Mtp, MtpConfig, layout_for
+from draftkit.drafters.mtp_families import Family, family_of
 from draftkit.drafters.vocab import choose_vocab
 from draftkit.errors import UserError
 from draftkit.models import ModelFacts
@@ -53,7 +55,7 @@ def check_start(recipe: Recipe, facts: ModelFacts, prints: dict[str, str]) -> No
                 f"{section.kind}.",
                 "Leave it out, or train an EAGLE-3 drafter.",
             )
-    if section.kind == "mtp" and layout_for(facts.model_type) == "eagle":
+    if section.kind == "mtp" and native_mtp(facts.path) is None and layout_for(facts.model_type) == "eagle":
         say_once(
             f"mtp: stock vLLM has no MTP module for {facts.model_type} verifiers; this trains the nearest thing that "
             "it serves, an EAGLE-1 head (one layer over the last state, without norms)."
@@ -101,8 +103,9 @@ def build_drafter(
         return draft_lm.student(verifier.model, recipe.drafter.num_layers)
     if recipe.drafter.kind == "mtp":
         drafter = Mtp(mtp_config(facts), verifier.embed_VH, verifier.head_VH)
-        if init is not None:
-            mtp.load_init(drafter, init)
+        own = native_mtp(facts.path)
+        if init is not None or own is not None:
+            mtp.load_init(drafter, init or facts.path)
         else:
             mtp.from_verifier(drafter, verifier.model.state_dict(), last_rms(verifier, documents))
         return drafter
@@ -113,6 +116,18 @@ def build_drafter(
     drafter = Eagle3(drafter_config(recipe, facts, verifier.aux_layers, len(ids)), verifier.embed_VH, ids)
     from_verifier(drafter, verifier.model, recipe.train.seed)
     return drafter
+
+
+def native_mtp(verifier: Path) -> Family | None:
+    """The family of the MTP layers that the verifier's checkpoint carries already; they are then fine-tuned. Raises
+    UserError for a family whose decoder layer is not built here."""
+    family = family_of(json.loads((verifier / "config.json").read_text()))
+    if family is not None and family.name != "mimo":
+        raise UserError(
+            f"{verifier} carries MTP layers of the family {family.name}, whose decoder layer draftkit does not train.",
+            "Serve them as they are, or train an EAGLE-3 drafter or a draft-lm.",
+        )
+    return family
 
 
 def last_rms(verifier: Verifier, documents: Sequence[Document]) -> float:
