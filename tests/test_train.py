@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,16 +223,73 @@ def assert_close(mine: Path, other: Path) -> None:
         assert float((tensor.float() - weights(other)[name].float()).abs().mean()) < 2e-4, name
 
 
-def test_two_processes_train_the_weights_of_one(tiny_verifier, tiny_corpus, tmp_path, one_thread) -> None:
+KINDS = ("eagle3", "mtp", "draft-lm")
+
+
+def of_kind(recipe: Recipe, kind: str) -> Recipe:
+    recipe.drafter.kind = kind
+    return recipe
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_the_weights_of_one(tiny_verifier, tiny_corpus, tmp_path, one_thread, kind) -> None:
     """Two processes over gloo, against one that accumulates two batches. torchrun and not `accelerate launch --cpu`,
     which runs a single process unless it finds MPI."""
-    train(small_recipe(tiny_verifier, grad_accum=2), tmp_path / "one", tiny_corpus)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe(tiny_verifier).model_dump(mode="json")))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "draftkit"]
-    words = ["train-drafter", "-r", "recipe.yaml", "--corpus", str(tiny_corpus), "--out", "two"]
-    done = subprocess.run([*launch, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    train(of_kind(small_recipe(tiny_verifier, grad_accum=2), kind), tmp_path / "one", tiny_corpus)
+    done = subprocess.run(
+        two_processes(of_kind(small_recipe(tiny_verifier), kind), tmp_path, tiny_corpus),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert_close(tmp_path / "two", tmp_path / "one")
+
+
+def two_processes(recipe: Recipe, folder: Path, corpus: Path) -> list[str]:
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "draftkit"]
+    return [*launch, "train-drafter", "-r", "recipe.yaml", "--corpus", str(corpus), "--out", "two", "--resume"]
+
+
+def test_a_killed_worker_ends_the_run_and_resuming_it_leaves_the_same_weights(
+    tiny_verifier, tiny_corpus, tmp_path, one_thread
+) -> None:
+    train(small_recipe(tiny_verifier, grad_accum=2), tmp_path / "one", tiny_corpus)
+    command = two_processes(small_recipe(tiny_verifier, save_every=1), tmp_path, tiny_corpus)
+    metrics = tmp_path / "two" / "metrics.jsonl"
+    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while first.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 2):
+        time.sleep(0.02)
+    workers = [int(pid) for pid in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()]
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    assert first.wait(timeout=120) != 0
+    assert not (tmp_path / "two" / "results.json").exists()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert_close(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_every_kind_learns_and_resumes_to_the_same_bits(tiny_verifier, tiny_corpus, tmp_path, kind) -> None:
+    recipe = of_kind(small_recipe(tiny_verifier), kind)
+    results = train(recipe, tmp_path / "whole", tiny_corpus)
+    steps = [row for row in rows(tmp_path / "whole") if "lr" in row]
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"] and results["kind"] == kind
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "cut", tiny_corpus, stop_at=5)
+    train(recipe, tmp_path / "cut", tiny_corpus)
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("loss", [{"lk-hybrid": 1.0}, {"tv": 1.0, "ce": 0.1}])
+def test_a_run_minimises_the_loss_that_its_recipe_names(tiny_verifier, tiny_corpus, tmp_path, loss) -> None:
+    train(small_recipe(tiny_verifier, loss=loss), tmp_path / "run", tiny_corpus)
+    steps = [row for row in rows(tmp_path / "run") if "lr" in row]
+    assert sum(row["objective"] for row in steps[-3:]) < 0.98 * sum(row["objective"] for row in steps[:3])
+    assert any(abs(row["objective"] - row["loss"]) > 0.1 for row in steps)  # and not the KL beside it
 
 
 @pytest.fixture
