@@ -154,6 +154,20 @@ def test_objectives_add_up_by_their_weights(chunk):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-14)
 
 
+def test_compiled_passes_equal_eager_ones(monkeypatch):
+    case, mixed = _Case(0.9, torch.float32), {"kl": 1.0, "ce": 0.2, "tv": 0.5}
+    inputs = [case.head, *case.states]
+    loss, metrics = case.fused(objective=mixed, with_sampled=True)
+    grads = torch.autograd.grad(loss, inputs)
+    monkeypatch.setattr(losses, "COMPILED_FROM", 1)
+    again, others = case.fused(objective=mixed, with_sampled=True)
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    for name, value in metrics.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-5, atol=1e-6)
+    for got, expected in zip(torch.autograd.grad(again, inputs), grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_frozen_head_gets_no_gradient_and_the_states_the_same_one(chunk):
     case = _Case()
     loss, _ = case.fused()

@@ -100,7 +100,7 @@ class _FusedLoss(torch.autograd.Function):
         chain = later = None
         if not CHAINED.isdisjoint(objective):
             chain, later = chains(_overlaps(teacher, valid_LR, head_used, states, wide), valid_LR)
-        run = _kernels(len(head), head.device)
+        run = _kernels(len(head))
         for low, high, t in _teacher_chunks(teacher, rows, states[0].dtype, run):
             for i, first, last, part in _steps_of(low, high, steps):
                 ok, here = valid_LR[i, first:last].to(wide), slice(first, last)
@@ -197,10 +197,9 @@ def _steps_of(low: int, high: int, steps: int):
 # Eagerly each line reads and writes the whole table: 128 rows of 49,152 took 165 ms on two AMX cores, compiled 22.
 
 
-def _kernels(width: int, device: torch.device) -> Callable:
+def _kernels(width: int) -> Callable:
     """How to run the three functions below on tables of that width."""
-    compiled = width >= COMPILED_FROM
-    return lambda function: _compiled(function) if compiled else function
+    return _compiled if width >= COMPILED_FROM else lambda function: function
 
 
 @functools.cache
@@ -269,7 +268,7 @@ def _overlaps(teacher: Teacher, valid_LR, head, states, wide: torch.dtype) -> to
     """[L, R]: sum min(p, q) of every valid slot and step, 0 elsewhere: a pass of its own, before the gradient's."""
     steps, rows = valid_LR.shape
     found = torch.zeros(steps, rows, dtype=wide, device=head.device)
-    run = _kernels(len(head), head.device)
+    run = _kernels(len(head))
     for low, high, t in _teacher_chunks(teacher, rows, states[0].dtype, run):
         for i, first, last, part in _steps_of(low, high, steps):
             logits = states[i][first:last] @ head.T
