@@ -161,6 +161,8 @@ def test_auxiliary_ids_of_both_conventions(kind, ids, aux_ids, states, tmp_path)
 def test_without_ids_the_default_follows_from_the_verifier(tmp_path):
     source = publish(tmp_path / "head", "safeai")
     assert layouts.read(source, num_layers=32).config.aux_layers == (2, 16, 29)
+    with pytest.raises(UserError, match="a verifier of 7 layers"):
+        layouts.read(source, num_layers=7)
     with pytest.raises(UserError, match="eagle_aux_hidden_state_layer_ids is missing") as caught:
         layouts.read(source)
     assert "--verifier" in caught.value.hint
@@ -196,9 +198,26 @@ def test_a_head_without_its_vocabulary_map_is_refused(tmp_path):
         layouts.read(source)
 
 
+@pytest.mark.parametrize("aux_layers", [(1, 3), (1, 2, 3, 4)])
+def test_vllm_reads_the_number_of_auxiliary_states_from_every_layout(aux_layers, tmp_path):
+    """It sizes fc by it, and takes three where it finds none."""
+    import dataclasses
+
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    head = layouts.read(publish(tmp_path / "head", "specforge"))
+    head = layouts.Head(dataclasses.replace(head.config, aux_layers=aux_layers), head.tensors)
+    layouts.write(head, tmp_path / "nested", "speculators", None, name="v")
+    layouts.write(head, tmp_path / "flat", "vllm", None)
+    raw = json.loads((tmp_path / "nested" / "config.json").read_text())
+    assert SpeculatorsConfig.extract_transformers_pre_trained_config(raw)["num_aux_hidden_states"] == len(aux_layers)
+    assert json.loads((tmp_path / "flat" / "config.json").read_text())["num_aux_hidden_states"] == len(aux_layers)
+
+
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
+        (lambda t: t["d2t"].add_(40), "d2t names tokens outside"),
         (lambda t: t.pop("fc.weight"), "lacks the tensor fc.weight"),
         (lambda t: t.update({"fc_norm.0.weight": torch.ones(TARGET)}), "holds the tensor fc_norm.0.weight"),
         (lambda t: t.update({"norm.weight": torch.ones(3)}), r"norm.weight has shape \[3\]"),
@@ -223,6 +242,8 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
     [
         ({"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 drafter"),
         ({"attention_bias": True}, "attention_bias is set"),
+        ({"sliding_window": 4096}, "sliding_window is set"),
+        ({"logit_scale": 0.25}, "logit_scale is set"),
         ({"num_attention_heads": None}, None),
     ],
 )

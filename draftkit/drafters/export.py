@@ -34,7 +34,6 @@ def plain_config(c: Eagle3Config) -> dict[str, Any]:
         "target_hidden_size": c.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": ids,
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids},
-        "num_aux_hidden_states": len(ids),
         **_flags(c),
     }
 
@@ -74,6 +73,7 @@ def _layer_config(c: Eagle3Config) -> dict[str, Any]:
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim,
         "num_hidden_layers": c.num_hidden_layers,
+        "num_aux_hidden_states": len(c.aux_layers),  # in the nested config too: vLLM sizes fc by it, else for three
         "vocab_size": c.vocab_size,
         "rms_norm_eps": c.rms_norm_eps,
         "rope_parameters": c.rope_parameters,

@@ -87,7 +87,9 @@ def write(
             ids = _for_sglang(c.aux_layers)
             eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
             config |= {"eagle_aux_hidden_state_layer_ids": ids, "eagle_config": eagle}
-    config["dtype"] = str(head.tensors["fc.weight"].dtype).removeprefix("torch.")
+    dtype = str(head.tensors["fc.weight"].dtype).removeprefix("torch.")
+    for section in (config, config.get("transformer_layer_config", {})):
+        section |= {"dtype": dtype} if section else {}
     write_directory(directory, config, tensors, verifier, readme)
 
 
@@ -156,8 +158,9 @@ def _config(raw: dict[str, Any], directory: Path, aux_ids: AuxIds | None, num_la
             raise UserError(f"{file}: the field {where} is missing.", "Copy the drafter again, or add the field.")
         return default[0]
 
-    if get("attention_bias", False):
-        raise UserError(f"{file}: attention_bias is set.", "draftkit's EAGLE-3 layer has no biases in the attention.")
+    for name in ("attention_bias", "sliding_window", "logit_scale"):
+        if get(name, None) not in (None, False, 1.0):
+            raise UserError(f"{file}: {name} is set ({get(name)}).", "draftkit's EAGLE-3 layer does not have that.")
     hidden, heads = get("hidden_size"), get("num_attention_heads")
     return Eagle3Config(
         hidden_size=hidden,
@@ -203,6 +206,12 @@ def _aux_layers(
                 "on which the default depends, is not known.",
                 "Name the verifier with --verifier.",
             )
+        if num_layers < 8:  # the default would name fewer than three states
+            raise UserError(
+                f"{directory / 'config.json'}: eagle_aux_hidden_state_layer_ids is missing, and for a verifier of "
+                f"{num_layers} layers engines do not agree on a default.",
+                "Write the ids into the file.",
+            )
         return default_aux_layers(num_layers)
     known = _is_speculators(raw) or (directory / "draftkit.json").is_file()
     as_layers = aux_ids == "sglang" or (aux_ids is None and not known and ids[0] == 1)
@@ -241,6 +250,12 @@ def _tensors(directory: Path, config: Eagle3Config) -> dict[str, torch.Tensor]:
             )
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
     _check_complete(tensors, config, files[0])
+    ids = tensors["d2t"] + torch.arange(config.draft_vocab_size)
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise UserError(
+            f"{files[0]}: d2t names tokens outside the verifier's vocabulary of {config.vocab_size}.",
+            "d2t holds offsets (token - draft id); check vocab_size in config.json, or copy the drafter again.",
+        )
     return tensors
 
 

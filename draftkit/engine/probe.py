@@ -17,6 +17,7 @@ buffers that no checkpoint has (rotary tables).
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,6 +31,8 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 VERIFIER, DRAFTER = "verifier", "drafter"
 # Tensors of a checkpoint that vLLM computes by itself or does not need.
 NOT_SERVED = ("t2d", "rotary_emb.inv_freq")
+# What vLLM makes and never uses: an EAGLE-3 layer after the first has no hidden state to norm.
+UNUSED = re.compile(r"layers\.([1-9]\d*)\.hidden_norm$")
 
 
 # ---- what the engine holds ------------------------------------------------------------------------------------------
@@ -80,6 +83,8 @@ def _of_model(model: Any, part: str, skip: set[int], columns: int | None) -> Ite
                 own["weight"] = _products(apply, module.embedding_dim, module, columns)
             if isinstance(module, VocabParallelEmbedding):
                 own["weight"] = own["weight"][: module.org_vocab_size]
+        if UNUSED.search(path):
+            continue
         for leaf, tensor in own.items():
             value = _response(tensor, f"{path}.{leaf}", columns)
             pieces = value.split(sizes) if sizes else [value]

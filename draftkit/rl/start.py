@@ -104,7 +104,8 @@ def build(
     aux = None
     if spec.method == COTRAINED:
         given = spec.drafter and config_of(Path(spec.drafter), recipe.drafter.aux_ids, facts.num_layers)
-        aux = given.aux_layers if given else tuple(recipe.drafter.aux_layers or default_aux_layers(facts.num_layers))
+        wanted = recipe.drafter.aux_layers or default_aux_layers(facts.num_layers)
+        aux = given.aux_layers if given else tuple(sorted(wanted))  # vLLM sorts them
         if spec.drafter:
             check_init(Path(spec.drafter), facts, prints)
     # The engine first: vLLM wants to make the process group, and DeepSpeed takes one that is there.
