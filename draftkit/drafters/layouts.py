@@ -158,8 +158,8 @@ def _config(raw: dict[str, Any], directory: Path, aux_ids: AuxIds | None, num_la
             raise UserError(f"{file}: the field {where} is missing.", "Copy the drafter again, or add the field.")
         return default[0]
 
-    for name in ("attention_bias", "sliding_window", "logit_scale"):
-        if get(name, None) not in (None, False, 1.0):
+    for name, harmless in (("attention_bias", False), ("sliding_window", None), ("logit_scale", 1.0)):
+        if get(name, None) not in (None, harmless):
             raise UserError(f"{file}: {name} is set ({get(name)}).", "draftkit's EAGLE-3 layer does not have that.")
     hidden, heads = get("hidden_size"), get("num_attention_heads")
     return Eagle3Config(
