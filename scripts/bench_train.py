@@ -432,7 +432,7 @@ def bench(args: argparse.Namespace) -> None:
     names = args.arms.split(",")
     if unknown := [name for name in names if name not in ARMS]:
         raise UserError(f"--arms: there is no arm {unknown[0]!r}.", f"Arms: {', '.join(ARMS)}.")
-    recipe, _ = load_recipe(args.recipe, args.overrides, {"train.ttt_steps": args.ttt_steps})
+    recipe = load_recipe(args.recipe, args.overrides, {"train.ttt_steps": args.ttt_steps})[0].settled()
     args.ttt_steps = recipe.train.ttt_steps
     path = resolve_model(recipe.model.path, recipe.model.revision)
     facts: ModelFacts = model_facts(path)

@@ -151,7 +151,7 @@ def test_the_learning_rate_warms_up_and_decays_along_a_cosine() -> None:
 
 def test_only_matrices_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    matrices, vectors = optim.build(model, TrainSection(weight_decay=0.1)).param_groups
+    matrices, vectors = optim.build(model, TrainSection(lr=1e-3, weight_decay=0.1)).param_groups
     assert [p.dim() for p in matrices["params"]] == [2] and matrices["weight_decay"] == 0.1
     assert [p.dim() for p in vectors["params"]] == [1, 1, 1] and vectors["weight_decay"] == 0
 

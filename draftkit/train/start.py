@@ -93,9 +93,10 @@ def build_drafter(
     verifier: Verifier,
     counts: Counter[int],
     special: list[int],
-    documents: Sequence[Document],
+    documents: Sequence[Document] = (),
 ) -> Drafter:
-    """counts: supervised tokens of the corpus; special: tokens that a draft vocabulary always holds."""
+    """counts: supervised tokens of the corpus; special: tokens that a draft vocabulary always holds; documents: some of
+    the corpus, from which an MTP layer learns the size of the verifier's states."""
     init = None if recipe.drafter.init is None else Path(recipe.drafter.init)
     if recipe.drafter.kind == "draft-lm":
         if init is not None:
