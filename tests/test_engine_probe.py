@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftkit.drafters.layouts import export
 from draftkit.engine import Engine, core, expected_probe, probe, probe_mismatches, weights
 from draftkit.errors import UserError
 from draftkit.types import SpecConfig
@@ -84,6 +85,20 @@ def test_an_engine_in_bfloat16_is_read_back_exactly(monkeypatch):
         moved = [n for n in verifier if (changed[n].bfloat16() != verifier[n]).any()]
         assert moved and len(probe_mismatches(engine.probe(), right)) == len(moved)
         assert probe_mismatches(engine.probe(columns=7), expected(changed, drafter, engine, columns=7)) == []
+
+
+def test_a_drafter_of_two_layers_is_read_back_without_a_false_alarm(tmp_path):
+    """vLLM gives its second layer a norm that no checkpoint has and no forward uses."""
+    drafter = tiny.random_drafter(tiny.verifier(), num_hidden_layers=2, fc_norm=True, norm_output=True)
+    export(drafter, tmp_path / "drafter", tiny.FINGERPRINT, tiny.card())
+    config = SpecConfig("eagle3", str(tmp_path / "drafter"), tiny.K)
+    with Engine(tiny.verifier_dir(), recipe_engine=tiny.SECTION, spec=config) as engine:
+        served = tensors(tmp_path / "drafter")
+        right = expected(tensors(tiny.verifier_dir()), served, engine)
+        assert probe_mismatches(engine.probe(), right) == []
+        served["layers.1.mlp.up_proj.weight"] = served["layers.1.mlp.up_proj.weight"].flip(0)
+        wrong = expected(tensors(tiny.verifier_dir()), served, engine)
+        assert probe_mismatches(engine.probe(), wrong) == ["drafter.layers.1.mlp.up_proj.weight"]
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
