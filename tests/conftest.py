@@ -14,6 +14,7 @@ import pytest
 
 from draftkit.data.prompts import Split, to_jsonl
 from draftkit.data.shards import PROMPTS, SHARDS, describe_file, write_manifest, write_shard
+from draftkit.engine.process import LAUNCHER
 from draftkit.models import fingerprint, resolve_model
 from draftkit.types import Prompt, Rollout
 
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from draftkit.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that an earlier test made in this process left LOCAL_RANK: a child would look for its launcher."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")

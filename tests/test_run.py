@@ -72,7 +72,7 @@ def test_resume_with_other_settings_names_the_fields(begun: RunDir) -> None:
     begun.close()
     other = Recipe()
     other.train.lr = 3.0
-    with pytest.raises(UserError, match="train.lr was 0.001, is 3.0"):
+    with pytest.raises(UserError, match="train.lr was None, is 3.0"):
         reopen(begun.path, resume=True, recipe=other)
     with pytest.raises(UserError, match="corpus was 'a', is 'b'"):
         reopen(begun.path, resume=True, inputs={"corpus": "b"})
