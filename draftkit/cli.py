@@ -199,21 +199,38 @@ def _check_corpus(recipe: Recipe, corpus: Path) -> str:
     return f"corpus: {corpus} ({len(opened.prompts('train'))} prompts, {len(opened.prompts('heldout'))} held out)"
 
 
-def _check_drafter(recipe: Recipe, drafter: str) -> str:
-    """Against the verifier where that is a directory; a hub name is not fetched for a dry run."""
-    from draftkit.evals.drafter import resolve_drafter
-    from draftkit.models import DEMO, demo_dir, fingerprint, model_facts
+def _local_verifier(recipe: Recipe) -> Path | None:
+    """The verifier's directory, None where it is yet to be fetched or made: a dry run does neither."""
+    from draftkit.models import DEMO, demo_dir
 
-    path = Path(drafter)
-    if drafter != "ngram" and not any((folder / "config.json").is_file() for folder in (path, path / "drafter")):
-        raise UserError(
-            f"The drafter {drafter} is not a directory with a config.json.", "Train one with `draftkit train-drafter`."
-        )
-    verifier = Path(recipe.model.path).expanduser()
-    if recipe.model.path == DEMO and not verifier.exists():
-        verifier = demo_dir()
-    if (verifier / "config.json").is_file():
+    path = Path(recipe.model.path).expanduser()
+    if recipe.model.path == DEMO and not path.exists():
+        path = demo_dir()
+    return path if (path / "config.json").is_file() else None
+
+
+def _check_drafter(recipe: Recipe, drafter: str) -> str:
+    """Against the verifier where that is at hand."""
+    from draftkit.evals.drafter import NGRAM, find_drafter, resolve_drafter
+    from draftkit.models import fingerprint, model_facts
+
+    if verifier := _local_verifier(recipe):
         resolve_drafter(drafter, model_facts(verifier), fingerprint(verifier), max(recipe.eval.k))
+    elif drafter != NGRAM:
+        find_drafter(drafter)
+    return f"drafter: {drafter}"
+
+
+def _check_start(recipe: Recipe, drafter: str) -> str:
+    """The drafter that an rl run begins with: as the run itself, it takes one made for other weights of the policy."""
+    from draftkit.evals.drafter import find_drafter
+    from draftkit.models import fingerprint, model_facts
+    from draftkit.train.start import check_init
+
+    find_drafter(drafter)
+    verifier = _local_verifier(recipe)
+    if verifier and recipe.spec.method == "eagle3":
+        check_init(Path(drafter), model_facts(verifier), fingerprint(verifier), recipe.drafter.aux_ids)
     return f"drafter: {drafter}"
 
 
@@ -337,11 +354,11 @@ def train_drafter(
         return [_check_model(stage.recipe), _check_corpus(stage.recipe, corpus)]
 
     def next_command(results: dict[str, Any]) -> str:
+        if compare is not None:
+            drafter = _fastest(results["drafters"])
+        else:
+            drafter = None if stage.out == stage.default_out else stage.out / "drafter"
         other_corpus = None if corpus == default_dir("prepare", stage.recipe) else corpus
-        best = "drafters" in results and max(results["drafters"], key=_best_speedup)
-        if best and best["kind"] == "ngram":
-            return _command(stage, "eval-acceptance", corpus=other_corpus, drafter="ngram")
-        drafter = Path(best["directory"]) if best else None if stage.out == stage.default_out else stage.out / "drafter"
         return _command(stage, "eval-acceptance", corpus=other_corpus, drafter=drafter)
 
     _go(stage, work, check, next_command, **_mode(dry_run, print_config, resume, overwrite))
@@ -357,8 +374,10 @@ def _kinds(text: str) -> list[str]:
     return kinds
 
 
-def _best_speedup(drafter: dict[str, Any]) -> float:
-    return max((cell["speedup"] or 0.0) for cell in drafter["cells"])
+def _fastest(drafters: list[dict[str, Any]]) -> str:
+    """Of a comparison: what `--drafter` takes for the one that was fastest in any cell."""
+    best = max(drafters, key=lambda drafter: max((cell["speedup"] or 0.0) for cell in drafter["cells"]))
+    return best.get("directory", best["kind"])  # n-gram has none
 
 
 @app.command("eval-acceptance")
@@ -421,10 +440,10 @@ def _serve(stage: Stage, results: dict[str, Any]) -> str:
     config = serving_config(results)
     if config is None:
         return f"{_command(stage, 'train-drafter')}  # longer, or on more data: no draft length paid here"
-    in_its_own = results["method"] == "mtp"
-    verifier = (
-        results["drafter"] if in_its_own else str(resolve_model(results["verifier"], stage.recipe.model.revision))
-    )
+    if results["method"] == "mtp":  # it sits in a copy of the verifier, which is served in its place
+        verifier = results["drafter"]
+    else:
+        verifier = str(resolve_model(results["verifier"], stage.recipe.model.revision))
     return shlex.join(["vllm", "serve", verifier, "--speculative-config", json.dumps(config)])
 
 
@@ -483,7 +502,7 @@ def rl(
         start.check(r)
         envs.load_environment(r, data_recipe, envs.load_reward(r, data_recipe))
         lines = [_check_model(r), f"data: {data_recipe.name}", prompts, f"speculation: {speculation}"]
-        return lines if r.spec.drafter is None else [*lines, _check_drafter(r, r.spec.drafter)]
+        return lines if r.spec.drafter is None else [*lines, _check_start(r, r.spec.drafter)]
 
     def next_command(results: dict[str, Any]) -> str:
         policy = stage.out / "policy"

@@ -23,13 +23,13 @@ from rich.table import Table
 
 from draftkit.data.capture import StreamedStates, Verifier, state_dtype
 from draftkit.data.shards import Corpus
-from draftkit.drafters.layouts import from_drafter
+from draftkit.drafters.layouts import config_of, from_drafter
 from draftkit.models import resolve_model
 from draftkit.recipe import Recipe, load_recipe
 from draftkit.run import RunDir
 from draftkit.train import loop
 from draftkit.train.documents import documents
-from draftkit.train.evaluate import TeacherView, evaluate
+from draftkit.train.evaluate import TeacherView, chain_length, evaluate
 
 LOSSES = ("kl", "ce", "tv", "lk-alpha", "lk-hybrid", "tv-chain")
 
@@ -69,23 +69,14 @@ def train(recipe: Recipe, out: Path, corpus: Path, states: Path) -> dict[str, An
 def measure(recipe: Recipe, out: Path, corpus: Path) -> dict[str, Any]:
     path = resolve_model(recipe.model.path)
     source, t = Corpus.open(corpus), recipe.sampling.temperature
-    config = json.loads((out / "drafter" / "config.json").read_text())
-    layers = config["eagle_aux_hidden_state_layer_ids"]
+    verifier = Verifier(path, config_of(out / "drafter").aux_layers, t, state_dtype("cpu"))
+    drafter = from_drafter(out / "drafter", verifier.embed_VH)
+    teacher = TeacherView(drafter, verifier)
     found = {}
     for name, temperature in (("sampled", t), ("greedy", 0.0)):
-        verifier = Verifier(path, layers, t, state_dtype("cpu"))
         docs = documents(source, "heldout", recipe.train.seq_len, {temperature})
-        drafter = from_drafter(out / "drafter", verifier.embed_VH)
-        found[name] = evaluate(drafter, TeacherView(drafter, verifier), StreamedStates(verifier, docs), recipe)
+        found[name] = evaluate(drafter, teacher, StreamedStates(verifier, docs), recipe)
     return found
-
-
-def chain(rates: list[float]) -> float:
-    length, product = 1.0, 1.0
-    for rate in rates:
-        product *= rate
-        length += product
-    return length
 
 
 def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -99,7 +90,7 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
                 " ".join(f"{x:.3f}" for x in hot["expected_acceptance_greedy"]),
                 f"{hot['walk_acceptance_length']:.3f}",
                 " ".join(f"{x:.3f}" for x in hot["expected_acceptance_sampled"]),
-                f"{chain(hot['expected_acceptance_sampled']):.3f}",
+                f"{chain_length(hot['expected_acceptance_sampled']):.3f}",
                 f"{cold['walk_acceptance_length']:.3f}",
             ]
         )

@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from draftkit.cli import app
+from draftkit.data.capture import Verifier
 from draftkit.data.shards import SHARDS
-from draftkit.models import fingerprint
+from draftkit.drafters import layouts
+from draftkit.drafters.eagle3 import Eagle3
+from draftkit.models import fingerprint, model_facts
 from draftkit.recipe import load_recipe
 from draftkit.run import RunDir
+from draftkit.train.start import drafter_config
 
 OUT = Path("outputs")
 Refuse = Callable[..., str]
@@ -363,6 +368,19 @@ def test_a_dry_run_looks_into_its_inputs(refused: Refuse, words, prepare, tiny_v
 )
 def test_a_dry_run_of_rl_refuses_what_the_run_would(refused: Refuse, tiny_verifier: Path, setting, complaint) -> None:
     has(refused("rl", "--model", tiny_verifier, *setting, "--dry-run"), complaint)
+
+
+def test_a_dry_run_of_rl_takes_the_drafter_that_the_run_takes(tiny_verifier: Path, tmp_path: Path) -> None:
+    """One made for other weights of this policy, as after a warm-up: a warm start is for that."""
+    verifier = Verifier(tiny_verifier, (1, 2, 3), 1.0)
+    facts = model_facts(tiny_verifier)
+    recipe = load_recipe("quickstart")[0]
+    drafter = Eagle3(drafter_config(recipe, facts, (1, 2, 3), 64), verifier.embed_VH, torch.arange(64))
+    prints = fingerprint(tiny_verifier) | {"weights": "of another step"}
+    layouts.write(layouts.head_of(drafter), tmp_path / "drafter", "vllm", prints)
+    words = ["rl", "--model", str(tiny_verifier), "--drafter", str(tmp_path / "drafter"), "--dry-run"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
 
 
 def test_a_damaged_shard_of_an_unfinished_corpus(refused: Refuse, prepare, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import tiny
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from draftkit.data.capture import StreamedStates, Verifier, collate
 from draftkit.drafters import mtp, stitch
@@ -25,36 +25,6 @@ from draftkit.train.start import build_drafter, mtp_config, native_mtp
 from draftkit.types import Document, DraftBatch
 
 LAYOUTS = ["mimo", "eagle"]
-
-
-def save_qwen2(path: Path, seed: int = 0) -> Path:
-    """A tiny Qwen2 verifier with biases that matter."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        hidden_size=tiny.HIDDEN,
-        intermediate_size=2 * tiny.HIDDEN,
-        num_hidden_layers=tiny.LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=tiny.VOCAB,
-        max_position_embeddings=256,
-        rope_parameters=tiny.ROPE,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.normal_(0.0, 1.0)
-        model.lm_head.weight.normal_(0.0, 0.3)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.5)
-            if "norm" in name:
-                parameter.uniform_(0.7, 1.3)
-    model.to(torch.bfloat16).save_pretrained(path)
-    return path
 
 
 def randomised(drafter: Mtp, seed: int = 1) -> Mtp:
@@ -176,7 +146,7 @@ def test_states_and_gradients_equal_the_plain_loop(layout):
 def verifiers(tmp_path_factory) -> dict[str, Verifier]:
     """By layout: a Qwen2 one, and a Llama one."""
     folder = tmp_path_factory.mktemp("verifiers")
-    paths = {"mimo": save_qwen2(folder / "qwen2"), "eagle": tiny.save_verifier(folder / "llama")}
+    paths = {"mimo": tiny.save_qwen2(folder / "qwen2"), "eagle": tiny.save_verifier(folder / "llama")}
     taps = {"mimo": (tiny.LAYERS,), "eagle": ()}
     return {layout: Verifier(path, taps[layout], 1.0, torch.float32) for layout, path in paths.items()}
 

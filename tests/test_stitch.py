@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from draftkit.drafters import stitch as room
 from draftkit.drafters.mtp_families import FAMILIES, names, split
@@ -22,32 +22,9 @@ from draftkit.engine import Engine
 from draftkit.errors import UserError
 from draftkit.types import Sampling, SpecConfig
 
-HIDDEN, MLP, LAYERS, VOCAB = 128, 256, 2, tiny.VOCAB
+HIDDEN, LAYERS = tiny.HIDDEN, 2
 MIMO = FAMILIES["mimo"]
 PATCH = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-
-
-def save_verifier(path: Path, shard_size: str = "10GB") -> Path:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=HIDDEN,
-        intermediate_size=MLP,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCAB,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.normal_(0.0, 1.0)
-        model.lm_head.weight.normal_(0.0, 0.3)
-    model.to(torch.bfloat16).save_pretrained(path, max_shard_size=shard_size)
-    return path
 
 
 def mtp_tensors(verifier: Path, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -96,7 +73,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["10GB", "200KB"], ids=["one-file", "shards"])
 def original(request, tmp_path_factory) -> Path:
-    path = save_verifier(tmp_path_factory.mktemp("stitch") / "verifier", request.param)
+    path = tiny.save_qwen2(tmp_path_factory.mktemp("stitch") / "verifier", LAYERS, request.param)
     (path / "nested").mkdir()
     (path / "nested" / "note.txt").write_text("kept")
     assert (path / INDEX).exists() == (request.param == "200KB")
@@ -340,7 +317,7 @@ def test_a_kill_between_any_two_file_operations_leaves_the_old_or_the_new(origin
 
 @pytest.mark.engine
 def test_a_stitched_layer_drafts_in_vllm_and_the_answers_stay_the_verifiers(tmp_path):
-    verifier = save_verifier(tmp_path / "verifier")
+    verifier = tiny.save_qwen2(tmp_path / "verifier", LAYERS)
     exact = Qwen2ForCausalLM.from_pretrained(verifier, dtype=torch.float32).eval()
     stitch_in_place(verifier, mtp_tensors(verifier), PATCH)
     prompts = tiny.prompts(8)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from draftkit.data.batch import plan_epoch
 from draftkit.data.capture import StreamedStates, Verifier, collate, state_dtype
@@ -65,6 +65,36 @@ def save_verifier(path: Path, seed: int = 0) -> Path:
         model.model.embed_tokens.weight.normal_(0.0, 1.0)
         model.lm_head.weight.normal_(0.0, 0.3)
     model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def save_qwen2(path: Path, num_layers: int = LAYERS, shard_size: str = "10GB", seed: int = 0) -> Path:
+    """The same as a Qwen2, with biases that matter."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        rope_parameters=ROPE,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0.0, 1.0)
+        model.lm_head.weight.normal_(0.0, 0.3)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
+            if "norm" in name:
+                parameter.uniform_(0.7, 1.3)
+    model.to(torch.bfloat16).save_pretrained(path, max_shard_size=shard_size)
     return path
 
 

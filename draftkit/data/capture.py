@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from draftkit.data.batch import layout
-from draftkit.data.forms import Form, bytes_of, decode, encode, read_back
+from draftkit.data.forms import Form, bytes_of, decode, encode, fields, read_back
 from draftkit.errors import UserError
 from draftkit.models import native_bf16
 from draftkit.run import atomic_json, no_space
@@ -254,8 +254,7 @@ class CachedStates:
         if number not in self._open:
             self._open[number] = safe_open(self.path(number), "pt")
         file = self._open[number]
-        wide = ("aux", "last") if self.form == "exact" else ("aux.codes", "aux.scales", "last.codes", "last.scales")
-        stored = {name: file.get_tensor(f"{i}.{name}") for name in (*wide, "lse", "max", "top")}
+        stored = {name: file.get_tensor(f"{i}.{name}") for name in (*fields(self.form), "lse", "max", "top")}
         return decode(stored, self.form, self.dtype)
 
 

@@ -39,6 +39,11 @@ def decode(stored: dict[str, torch.Tensor], form: Form, dtype: torch.dtype) -> d
     return states
 
 
+def fields(form: Form) -> tuple[str, ...]:
+    """Names of what is stored in place of `aux` and `last`."""
+    return WIDE if form == "exact" else tuple(f"{name}.{part}" for name in WIDE for part in ("codes", "scales"))
+
+
 def read_back(state: torch.Tensor, form: Form) -> torch.Tensor:
     """What a reader of the stored state sees."""
     return state if form == "exact" else _restore(*_quantise(state), state.dtype)

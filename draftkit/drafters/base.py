@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 from draftkit import __version__
@@ -62,6 +63,16 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def document_spans(batch: DraftBatch) -> list[tuple[int, int]]:
+    """(first, last) token of each document of the batch."""
+    starts = (batch.pos_N == 0).nonzero().flatten().tolist()
+    return list(zip(starts, [*starts[1:], len(batch.pos_N)], strict=True))
+
+
 @contextmanager
 def whole_directory(directory: Path, verifier: dict[str, str] | None) -> Iterator[Path]:
     """`with whole_directory(...) as aside:` fill `aside`; it takes the place of `directory` when the block ends without
@@ -76,3 +87,16 @@ def whole_directory(directory: Path, verifier: dict[str, str] | None) -> Iterato
         (aside / "draftkit.json").write_text(json.dumps(note, indent=2) + "\n")
     shutil.rmtree(directory, ignore_errors=True)
     aside.rename(directory)
+
+
+def write_directory(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    verifier: dict[str, str] | None,
+    readme: str,
+) -> None:
+    with whole_directory(directory, verifier) as aside:
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (aside / "README.md").write_text(readme)

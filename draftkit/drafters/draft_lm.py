@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftkit.drafters.base import Drafter, whole_directory
+from draftkit.drafters.base import Drafter, document_spans, whole_directory
 from draftkit.errors import UserError
 from draftkit.types import DraftBatch
 
@@ -58,9 +57,10 @@ class DraftLM(Drafter):
 
     def _read(self, batch: DraftBatch) -> torch.Tensor:
         """Final states [N, H] of the documents, padded on the right for the pass."""
-        lengths = [end - start for start, end in _documents(batch)]
+        spans = document_spans(batch)
+        lengths = [end - start for start, end in spans]
         tokens = batch.tokens_N.new_zeros(len(lengths), max(lengths))
-        for row, (start, end) in enumerate(_documents(batch)):
+        for row, (start, end) in enumerate(spans):
             tokens[row, : end - start] = batch.tokens_N[start:end]
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         return torch.cat([hidden[row, :length] for row, length in enumerate(lengths)])
@@ -75,7 +75,7 @@ class DraftLM(Drafter):
         proposed: list[torch.Tensor] = [self.propose(states[0])]
         for _ in batch.valid_LR[1:]:
             parts = []
-            for start, end in _documents(batch):
+            for start, end in document_spans(batch):
                 mine = (batch.slot_R >= start) & (batch.slot_R < end)
                 slots, text = batch.slot_R[mine] - start, batch.tokens_N[start:end]
                 if len(slots):
@@ -108,12 +108,6 @@ class DraftLM(Drafter):
         return hidden[0, -rows:]
 
 
-def _documents(batch: DraftBatch) -> Iterator[tuple[int, int]]:
-    """(first, last) token of each document of the batch."""
-    starts = (batch.pos_N == 0).nonzero().flatten().tolist()
-    yield from zip(starts, [*starts[1:], len(batch.pos_N)], strict=True)
-
-
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(1, 1, *seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
@@ -129,7 +123,7 @@ def student(verifier: nn.Module, num_layers: int | None) -> DraftLM:
     count = num_layers or max(2, deep // MODEL_SHARE)
     if not 1 <= count <= deep:
         raise UserError(f"drafter.num_layers ({count}): the verifier has {deep} layers.", "Give 1 to that number.")
-    kept = [round(j * (deep - 1) / max(count - 1, 1)) for j in range(count)] if count > 1 else [deep - 1]
+    kept = [round(j * (deep - 1) / (count - 1)) for j in range(count)] if count > 1 else [deep - 1]
     small = copy.deepcopy(config)
     small.num_hidden_layers = count
     if getattr(small, "layer_types", None):

@@ -1,14 +1,7 @@
 """EAGLE-3 drafter: one decoder layer over the verifier's low, middle and high states (arXiv 2503.01840).
 
-Module names are the tensor names of the published layout, so `state_dict()` is what vLLM loads. Alignment, for slot p:
-
-    input token     x[p+1+i]           teacher-forced at every TTT step i
-    input hidden    fc(aux[p]) at i=0, the layer's own output at slot p afterwards
-    predicts        x[p+2+i]           rope position p + i
-
-A slot is trained when x[p+1] .. x[p+2+i] are all supervised: exactly the slots at which a serving engine drafts. Tokens
-that are no slot (the prompt) matter only through the last layer's step-0 keys and values, so nothing else is computed
-for them there: with one layer, prompts cost a tenth of a response.
+Module names are the tensor names of the published layout, so `state_dict()` is what vLLM loads. It reads fc(aux[p]) at
+step 0 and its own output afterwards; alignment, masks and steps are those of `recurrent`.
 
 Variants that vLLM 0.32 serves (`llama_eagle3`, `qwen3_eagle3`):
 
@@ -24,15 +17,14 @@ Left out: tree drafting, P-EAGLE's parallel drafts.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from draftkit.drafters.attention import ttt_attention
-from draftkit.drafters.base import Drafter
 from draftkit.drafters.layers import Attention, Mlp, Norm, Rope, linear
+from draftkit.drafters.recurrent import Recurrent
 from draftkit.types import DraftBatch
 
 
@@ -59,9 +51,6 @@ class Eagle3Config:
     num_hidden_layers: int = 1
     qk_norm: bool = False
 
-    def asdict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """(2, n//2, n-3), vLLM's default, where these are three different layers; else the nearest three that are."""
@@ -84,13 +73,8 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.mlp = Mlp(c.hidden_size, c.intermediate_size)
 
-    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output, from what its queries attended to."""
-        hidden = residual + self.self_attn.output(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
-
-class Eagle3(Drafter):
+class Eagle3(Recurrent):
     """The drafter.
 
     embed_VH, the verifier's embedding, is used frozen and is no parameter; d2t_D int64 holds the *offsets* of the
@@ -124,41 +108,15 @@ class Eagle3(Drafter):
     def head_DH(self) -> torch.Tensor:
         return self.lm_head.weight
 
-    def forward(self, batch: DraftBatch, own_tokens: bool = False) -> list[torch.Tensor]:
-        slots, last, scale = batch.slot_R, len(batch.tokens_N) - 1, self.config.head_dim**-0.5
-        layers = [self.midlayer, *self.layers.values()]
+    def blocks(self) -> list[nn.Module]:
+        return [self.midlayer, *self.layers.values()]
 
-        # ---- step 0: every token up to the last layer's keys and values, the slots from there on ----
-        rope_N = self.rope(batch.pos_N)
-        following_N = batch.tokens_N.roll(-1)  # x[p+1]; the last token of a document is never attended to
-        x, residual = self._inputs(following_N, self._fuse(batch.aux_NF))
-        keys = []
-        for layer, above in zip(layers, [*layers[1:], None], strict=True):
-            keys.append(layer.self_attn.keys(x, rope_N))
-            if above is not None:
-                q = layer.self_attn.queries(x, rope_N)
-                residual = layer.finish(residual, ttt_attention(q, *keys[-1], [], [], _whole(batch), scale))
-                x = above.input_layernorm(residual)
-        rope = self.rope(batch.pos_N[slots])
-        q = layers[-1].self_attn.queries(x[slots], rope)
-        hidden = layers[-1].finish(residual[slots], ttt_attention(q, *keys[-1], [], [], batch.segments, scale))
-        states = [self.norm(hidden)]
+    def first_hidden(self, batch: DraftBatch) -> torch.Tensor:
+        return self._fuse(batch.aux_NF)
 
-        # ---- later steps: the slots, which see their own keys of the steps in between ----
-        own: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in layers]
-        for i in range(1, len(batch.valid_LR)):
-            rope = self.rope(batch.pos_N[slots] + i)
-            tokens = self.propose(states[-1]) if own_tokens else batch.tokens_N[(slots + 1 + i).clamp_(max=last)]
-            x, residual = self._inputs(tokens, states[-1] if self.config.norm_output else hidden)
-            for layer, above, of_tokens, mine in zip(layers, [*layers[1:], None], keys, own, strict=True):
-                for kept, new in zip(mine, layer.self_attn.keys(x, rope), strict=True):
-                    kept.append(new)
-                q = layer.self_attn.queries(x, rope)
-                residual = layer.finish(residual, ttt_attention(q, *of_tokens, *mine, batch.segments, scale))
-                x = residual if above is None else above.input_layernorm(residual)
-            hidden = residual
-            states.append(self.norm(hidden))
-        return states
+    def outputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.norm(hidden)
+        return state, state if self.config.norm_output else hidden
 
     def _fuse(self, aux_NF: torch.Tensor) -> torch.Tensor:
         if self.config.norm_before_fc:
@@ -168,15 +126,11 @@ class Eagle3(Drafter):
             aux_NF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return linear(aux_NF, self.fc)
 
-    def _inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(cat([norm(embedding), norm(hidden)]), the residual stream): the embedding comes first."""
         embedded = self.embed_VH[tokens].to(hidden.dtype)
         normed = self.midlayer.hidden_norm(hidden)
         x = torch.cat([self.midlayer.input_layernorm(embedded), normed], -1)
         return x, normed if self.config.norm_before_residual else hidden
-
-
-def _whole(batch: DraftBatch) -> tuple[tuple[int, int, int], ...]:
-    """Segments in which every token is a slot: document by document."""
-    starts = (batch.pos_N == 0).nonzero().flatten().tolist()
-    return tuple((a, a, b) for a, b in zip(starts, [*starts[1:], len(batch.pos_N)], strict=True))

@@ -6,15 +6,12 @@ Every flag is written, also where vLLM's default would do: its defaults differ b
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from draftkit.drafters.base import whole_directory
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config
+from draftkit.drafters.layers import layer_config
 
 
 def served_tensors(drafter: Eagle3) -> dict[str, torch.Tensor]:
@@ -26,9 +23,9 @@ def served_tensors(drafter: Eagle3) -> dict[str, torch.Tensor]:
     }
 
 
-def plain_config(c: Eagle3Config) -> dict[str, Any]:
-    ids = list(c.aux_layers)
-    return _layer_config(c) | {
+def plain_config(c: Eagle3Config, ids: list[int], dtype: str) -> dict[str, Any]:
+    """ids: the auxiliary layers, as the engine that it is for counts them."""
+    return _layer_config(c, dtype) | {
         "architectures": ["Eagle3Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLMEagle3"],
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
@@ -38,7 +35,7 @@ def plain_config(c: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def speculators_config(c: Eagle3Config, verifier_name: str, k: int) -> dict[str, Any]:
+def speculators_config(c: Eagle3Config, dtype: str, verifier_name: str, k: int) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -48,7 +45,7 @@ def speculators_config(c: Eagle3Config, verifier_name: str, k: int) -> dict[str,
         "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
         **_flags(c),
         "embed_requires_grad": False,
-        "transformer_layer_config": _layer_config(c),
+        "transformer_layer_config": _layer_config(c, dtype),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -56,7 +53,7 @@ def speculators_config(c: Eagle3Config, verifier_name: str, k: int) -> dict[str,
             "verifier": {"name_or_path": verifier_name, "architectures": []},
         },
         "tie_word_embeddings": False,
-        "dtype": "bfloat16",
+        "dtype": dtype,
     }
 
 
@@ -64,36 +61,6 @@ def _flags(c: Eagle3Config) -> dict[str, bool]:
     return {name: getattr(c, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
 
 
-def _layer_config(c: Eagle3Config) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3" if c.qk_norm else "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "num_hidden_layers": c.num_hidden_layers,
-        "num_aux_hidden_states": len(c.aux_layers),  # in the nested config too: vLLM sizes fc by it, else for three
-        "vocab_size": c.vocab_size,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_parameters": c.rope_parameters,
-        "max_position_embeddings": c.max_position_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-
-
-def write_directory(
-    directory: Path,
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    verifier: dict[str, str] | None,
-    readme: str,
-) -> None:
-    with whole_directory(directory, verifier) as aside:
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (aside / "README.md").write_text(readme)
+def _layer_config(c: Eagle3Config, dtype: str) -> dict[str, Any]:
+    layer = layer_config(c, "qwen3" if c.qk_norm else "llama", c.num_hidden_layers, dtype)
+    return layer | {"num_aux_hidden_states": len(c.aux_layers)}  # nested, too: vLLM sizes fc by it, else for three

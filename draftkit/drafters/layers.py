@@ -20,9 +20,11 @@ class Sizes(Protocol):
     """What the parts read from a drafter's configuration."""
 
     hidden_size: int
+    intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    vocab_size: int
     rms_norm_eps: float
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
@@ -116,3 +118,25 @@ def rotate(x: torch.Tensor, rope: CosSin) -> torch.Tensor:
     cos, sin = rope
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def layer_config(sizes: Sizes, model_type: str, num_layers: int, dtype: str) -> dict[str, Any]:
+    """What config.json says of such layers, for transformers and vLLM."""
+    return {
+        "model_type": model_type,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_attention_heads": sizes.num_attention_heads,
+        "num_key_value_heads": sizes.num_key_value_heads,
+        "head_dim": sizes.head_dim,
+        "num_hidden_layers": num_layers,
+        "vocab_size": sizes.vocab_size,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope_parameters": sizes.rope_parameters,
+        "max_position_embeddings": sizes.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }

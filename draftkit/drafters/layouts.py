@@ -31,9 +31,10 @@ import torch
 from safetensors.torch import load_file
 
 from draftkit.console import say_once
+from draftkit.drafters.base import write_directory
 from draftkit.drafters.card import model_card
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
-from draftkit.drafters.export import plain_config, served_tensors, speculators_config, write_directory
+from draftkit.drafters.export import plain_config, served_tensors, speculators_config
 from draftkit.errors import UserError
 
 Layout = Literal["vllm", "speculators", "sglang"]
@@ -78,18 +79,12 @@ def write(
     t2d = torch.zeros(c.vocab_size, dtype=torch.bool)
     t2d[tensors["d2t"] + torch.arange(c.draft_vocab_size)] = True
     tensors["t2d"] = t2d
+    dtype = str(head.tensors["fc.weight"].dtype).removeprefix("torch.")
     if layout == "speculators":
-        config = speculators_config(c, name, k)
+        config = speculators_config(c, dtype, name, k)
         tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
     else:
-        config = plain_config(c)
-        if layout == "sglang":
-            ids = _for_sglang(c.aux_layers)
-            eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
-            config |= {"eagle_aux_hidden_state_layer_ids": ids, "eagle_config": eagle}
-    dtype = str(head.tensors["fc.weight"].dtype).removeprefix("torch.")
-    for section in (config, config.get("transformer_layer_config", {})):
-        section |= {"dtype": dtype} if section else {}
+        config = plain_config(c, _for_sglang(c.aux_layers) if layout == "sglang" else list(c.aux_layers), dtype)
     write_directory(directory, config, tensors, verifier, readme)
 
 

@@ -13,32 +13,31 @@ Stock vLLM serves one made from scratch in two layouts, and which one follows fr
             embedding first, no input norm, no final norm. Reads the final-normed state and answers in its space. Its
             tensors are a directory of their own.
 
-Alignment, masks and the trick with the prompt (only keys and values are computed for tokens that are no slot) are
-those of `eagle3`. A verifier that carries such a layer already (MiMo's layout) has it fine-tuned. Left out: several MTP
-layers, which vLLM re-runs as one; families whose decoder layer is another (`mtp_families`: MLA, gated attention, MoE).
+Alignment, masks and steps are those of `recurrent`. A verifier that carries such a layer already (MiMo's layout) has it
+fine-tuned. Left out: several MTP layers, which vLLM re-runs as one; families whose decoder layer is another
+(`mtp_families`: MLA, gated attention, MoE).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import nn
 
-from draftkit.drafters.attention import ttt_attention
-from draftkit.drafters.base import Drafter, whole_directory
-from draftkit.drafters.layers import Attention, Mlp, Norm, Rope
+from draftkit.drafters.base import write_directory
+from draftkit.drafters.layers import Attention, Mlp, Norm, Rope, layer_config, linear
+from draftkit.drafters.mtp_families import FAMILIES
+from draftkit.drafters.recurrent import Recurrent
 from draftkit.errors import UserError
 from draftkit.types import DraftBatch
 
 MIMO_TYPES = {"qwen2"}  # verifiers (model_type) that vLLM also runs as MiMoForCausalLM
-PREFIX = "model.mtp_layers.0."
+PREFIX = FAMILIES["mimo"].block.format(i=0)  # of the layer's own tensors, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,8 @@ class MtpConfig:
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
 
-    def asdict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-class Mtp(Drafter):
+class Mtp(Recurrent):
     """embed_VH and head_VH are the verifier's, frozen, and no parameters."""
 
     def __init__(self, config: MtpConfig, embed_VH: torch.Tensor, head_VH: torch.Tensor) -> None:
@@ -87,44 +83,27 @@ class Mtp(Drafter):
     def head_DH(self) -> torch.Tensor:
         return self.head_VH
 
-    def forward(self, batch: DraftBatch, own_tokens: bool = False) -> list[torch.Tensor]:
-        last, slots = len(batch.tokens_N) - 1, batch.slot_R
-        hidden_NH = batch.aux_NF if self.config.layout == "mimo" else batch.last_NH
+    def blocks(self) -> list[nn.Module]:
+        return [self]
 
-        # ---- step 0: keys and values of every token, queries of the slots ----
-        fused_NH = self._fuse(batch.tokens_N.roll(-1), hidden_NH, batch.pos_N)
-        k_NHD, v_NHD = self.self_attn.keys(self._input_norm(fused_NH), self.rope(batch.pos_N))
-        fused = fused_NH[slots]
-        own_k: list[torch.Tensor] = []
-        own_v: list[torch.Tensor] = []
-        states: list[torch.Tensor] = []
-        for i in range(len(batch.valid_LR)):
-            position = batch.pos_N[slots] + i
-            rope = self.rope(position)
-            if i > 0:
-                tokens = self.propose(states[-1]) if own_tokens else batch.tokens_N[(slots + 1 + i).clamp(max=last)]
-                fused = self._fuse(tokens, states[-1], position)
-                k, v = self.self_attn.keys(self._input_norm(fused), rope)
-                own_k.append(k)
-                own_v.append(v)
-            q = self.self_attn.queries(self._input_norm(fused), rope)
-            attended = ttt_attention(q, k_NHD, v_NHD, own_k, own_v, batch.segments, self.config.head_dim**-0.5)
-            hidden = fused + self.self_attn.output(attended)
-            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-            states.append(self.final_layernorm(hidden) if self.config.layout == "mimo" else hidden)
-        return states
+    def first_hidden(self, batch: DraftBatch) -> torch.Tensor:
+        return batch.aux_NF if self.config.layout == "mimo" else batch.last_NH
 
-    def _fuse(self, tokens: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def inputs(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         embedded = self.embed_VH[tokens].to(hidden.dtype)
-        if self.config.layout == "mimo":
-            embedded = embedded.masked_fill((position == 0).unsqueeze(-1), 0.0)  # as vLLM does
-            pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]
-        else:
-            pair = [embedded, hidden]
-        return F.linear(torch.cat(pair, -1), self.input_proj.weight.to(hidden.dtype))
+        if self.config.layout == "eagle":
+            fused = linear(torch.cat([embedded, hidden], -1), self.input_proj)
+            return fused, fused
+        embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0.0)  # as vLLM does
+        pair = [self.hidden_layernorm(hidden), self.token_layernorm(embedded)]
+        fused = linear(torch.cat(pair, -1), self.input_proj)
+        return self.input_layernorm(fused), fused
 
-    def _input_norm(self, fused: torch.Tensor) -> torch.Tensor:
-        return self.input_layernorm(fused) if self.config.layout == "mimo" else fused
+    def outputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.final_layernorm(hidden) if self.config.layout == "mimo" else hidden
+        return state, state
 
 
 def layout_for(model_type: str) -> Literal["mimo", "eagle"]:
@@ -152,11 +131,8 @@ def from_verifier(drafter: Mtp, weights: Mapping[str, torch.Tensor], rms: float)
     eye = torch.eye(c.hidden_size)
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(attention, name).weight.copy_(get(f"self_attn.{name}"))
-        bias = weights.get(f"{last}self_attn.{name}.bias")
-        if bias is not None and getattr(attention, name).bias is not None:
-            getattr(attention, name).bias.copy_(bias)
-        elif getattr(attention, name).bias is not None:
-            getattr(attention, name).bias.zero_()
+        if c.layout == "mimo":
+            getattr(attention, name).bias.copy_(weights[f"{last}self_attn.{name}.bias"])
     attention.o_proj.weight.copy_(get("self_attn.o_proj"))
     for name in ("gate_proj", "up_proj", "down_proj"):
         getattr(mlp, name).weight.copy_(get(f"mlp.{name}"))
@@ -182,11 +158,16 @@ def from_verifier(drafter: Mtp, weights: Mapping[str, torch.Tensor], rms: float)
 
 def served_tensors(drafter: Mtp) -> dict[str, torch.Tensor]:
     """What vLLM loads, by its checkpoint names, bfloat16 on the CPU."""
-    tensors = {n: t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in drafter.named_parameters()}
+    names = _served_names(drafter)
+    return {names[n]: t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in drafter.named_parameters()}
+
+
+def _served_names(drafter: Mtp) -> dict[str, str]:
+    """Own name -> checkpoint name."""
+    own = [name for name, _ in drafter.named_parameters()]
     if drafter.config.layout == "mimo":
-        return {PREFIX + name: tensor for name, tensor in tensors.items()}
-    fc = tensors.pop("input_proj.weight")
-    return {"fc.weight": fc} | {f"layers.0.{name}": tensor for name, tensor in tensors.items()}
+        return {name: PREFIX + name for name in own}
+    return {name: "fc.weight" if name == "input_proj.weight" else f"layers.0.{name}" for name in own}
 
 
 def mimo_config() -> dict[str, Any]:
@@ -194,60 +175,25 @@ def mimo_config() -> dict[str, Any]:
     return {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 
 
-def eagle_config(c: MtpConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["EagleLlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": c.vocab_size,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_parameters": c.rope_parameters,
-        "max_position_embeddings": c.max_position_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-
-
 def export_eagle(drafter: Mtp, directory: Path, verifier: dict[str, str], readme: str) -> None:
     """Write `directory` for vLLM's `method: eagle`."""
-    with whole_directory(directory, verifier) as aside:
-        save_file(served_tensors(drafter), aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "config.json").write_text(json.dumps(eagle_config(drafter.config), indent=2) + "\n")
-        (aside / "README.md").write_text(readme)
+    config = {"architectures": ["EagleLlamaForCausalLM"], **layer_config(drafter.config, "llama", 1, "bfloat16")}
+    write_directory(directory, config, served_tensors(drafter), verifier, readme)
 
 
 @torch.no_grad()
-def from_tensors(drafter: Mtp, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Fill from served tensors, for a warm start. Raises UserError when some are missing."""
-    names = {served: own for own, served in _served_names(drafter).items()}
-    missing = sorted(names.keys() - tensors.keys())
-    if missing:
-        raise UserError(
-            f"drafter.init: {where} lacks {missing[0]} and {len(missing) - 1} more tensors of an MTP layer."
-        )
-    parameters = dict(drafter.named_parameters())
-    for served, own in names.items():
-        parameters[own].copy_(tensors[served])
-
-
-def _served_names(drafter: Mtp) -> dict[str, str]:
-    own = [name for name, _ in drafter.named_parameters()]
-    if drafter.config.layout == "mimo":
-        return {name: PREFIX + name for name in own}
-    return {name: "fc.weight" if name == "input_proj.weight" else f"layers.0.{name}" for name in own}
-
-
 def load_init(drafter: Mtp, directory: Path) -> None:
-    """Warm start from a directory that draftkit exported (the eagle layout, or a stitched verifier)."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors |= load_file(file)
-    from_tensors(drafter, tensors, str(directory))
+    """Warm start from a directory that draftkit exported (the eagle layout, or a stitched verifier). Raises UserError
+    when it lacks some of the layer's tensors."""
+    wanted, parameters = (
+        {served: own for own, served in _served_names(drafter).items()},
+        dict(drafter.named_parameters()),
+    )
+    for file in sorted(directory.glob("*.safetensors")):  # a verifier's shards may be huge: only the layer is read
+        with safe_open(file, "pt") as opened:
+            for served in wanted.keys() & opened.keys():
+                parameters[wanted.pop(served)].copy_(opened.get_tensor(served))
+    if missing := sorted(wanted):
+        raise UserError(
+            f"drafter.init: {directory} lacks {missing[0]} and {len(missing) - 1} more tensors of an MTP layer."
+        )

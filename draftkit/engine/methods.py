@@ -28,6 +28,7 @@ NOT_ALLOWED = {
     "greedy drafts in its place",
     "typical_acceptance_sampler": "accepts tokens that the verifier would sample less often",
 }
+UNKNOWN = "is not known to keep the policy's distribution"
 NGRAM_LOOKUP_MAX = 4
 
 
@@ -64,23 +65,22 @@ def check_lossless(spec: SpecConfig) -> None:
     known, default = acceptance_methods()
     name = spec.rejection_sample_method or default
     if name not in known & LOSSLESS:
-        why = NOT_ALLOWED.get(name, "is not known to keep the policy's distribution")
-        why = why if name in known or name in NOT_ALLOWED else "is not known to the installed vLLM"
+        why = UNKNOWN if name in known else "is not known to the installed vLLM"
         allowed = ", ".join(sorted(known & LOSSLESS)) or "none of this vLLM's"
-        raise UserError(
-            f"spec.rejection_sample_method '{name}' is refused: it {why}.",
-            f"Allowed with the installed vLLM: {allowed}.",
-        )
+        raise _refusal(name, why, f"Allowed with the installed vLLM: {allowed}.")
 
 
 def refuse_by_name(rejection_sample_method: str | None) -> None:
     """What of `check_lossless` needs no vLLM, for a dry run."""
     if rejection_sample_method is not None and rejection_sample_method not in LOSSLESS:
-        why = NOT_ALLOWED.get(rejection_sample_method, "is not known to keep the policy's distribution")
-        raise UserError(
-            f"spec.rejection_sample_method '{rejection_sample_method}' is refused: it {why}.",
-            f"Lossless are {', '.join(sorted(LOSSLESS))}, as far as the installed vLLM knows them.",
-        )
+        allowed = f"Lossless are {', '.join(sorted(LOSSLESS))}, as far as the installed vLLM knows them."
+        raise _refusal(rejection_sample_method, UNKNOWN, allowed)
+
+
+def _refusal(name: str, otherwise: str, allowed: str) -> UserError:
+    """otherwise: why, where the reason is not a known one."""
+    why = NOT_ALLOWED.get(name, otherwise)
+    return UserError(f"spec.rejection_sample_method '{name}' is refused: it {why}.", allowed)
 
 
 def speculative_config(spec: SpecConfig, max_num_seqs: int) -> dict[str, Any]:

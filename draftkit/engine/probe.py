@@ -62,7 +62,7 @@ def _of_model(model: Any, part: str, skip: set[int], columns: int | None) -> Ite
     fused = FUSED | (getattr(model, "packed_modules_mapping", None) or {})
     start = getattr(getattr(model, "model", None), "mtp_start_layer_idx", 0)
     for path, module in model.named_modules():
-        if id(module) in skip:
+        if id(module) in skip or UNUSED.search(path):
             continue
         method = getattr(module, "quant_method", None)
         if isinstance(module, LinearBase | VocabParallelEmbedding) and not isinstance(
@@ -83,8 +83,6 @@ def _of_model(model: Any, part: str, skip: set[int], columns: int | None) -> Ite
                 own["weight"] = _products(apply, module.embedding_dim, module, columns)
             if isinstance(module, VocabParallelEmbedding):
                 own["weight"] = own["weight"][: module.org_vocab_size]
-        if UNUSED.search(path):
-            continue
         for leaf, tensor in own.items():
             value = _response(tensor, f"{path}.{leaf}", columns)
             pieces = value.split(sizes) if sizes else [value]

@@ -18,6 +18,7 @@ from typing import Any
 from draftkit import console
 from draftkit.evals import bench
 from draftkit.evals.drafter import NGRAM
+from draftkit.evals.report import interval, number
 from draftkit.recipe import Recipe
 from draftkit.run import RunDir, atomic_write
 from draftkit.train import loop
@@ -93,9 +94,6 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
         for cell in drafter["cells"]:
             if cell["k"] == 0:
                 continue
-            lengths, speeds = cell["acceptance_length_ci"], cell["speedup_ci"]
-            interval = lambda ci: "unknown" if ci is None else f"{ci[0]:.2f}-{ci[1]:.2f}"  # noqa: E731
-            number = lambda x: "" if x is None else f"{x:.2f}"  # noqa: E731
             rows.append(
                 [
                     f"{cell['temperature']:g}",
@@ -103,10 +101,10 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
                     str(cell["k"]),
                     drafter["kind"],
                     number(cell["acceptance_length"]),
-                    interval(lengths),
+                    interval(cell["acceptance_length_ci"]),
                     number(cell["round_cost"]),
                     number(cell["speedup"]),
-                    interval(speeds),
+                    interval(cell["speedup_ci"]),
                     cell["verdict"],
                 ]
             )
@@ -121,7 +119,7 @@ def sizes(results: dict[str, Any]) -> list[list[str]]:
             drafter["method"],
             f"{drafter['trained_parameters'] / 1e6:.1f}",
             f"{drafter['train_s']:.0f}",
-            "" if drafter["heldout_acceptance_length"] is None else f"{drafter['heldout_acceptance_length']:.2f}",
+            number(drafter["heldout_acceptance_length"]),
         ]
         for drafter in results["drafters"]
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.console import say_once
+from draftkit.drafters.mtp_families import FAMILIES
 from draftkit.errors import UserError
 from draftkit.models import ModelFacts
 from draftkit.types import SpecConfig
@@ -21,7 +22,7 @@ from draftkit.types import SpecConfig
 NGRAM = "ngram"
 # vLLM overrides the method of a drafter whose *path* contains one of these, unless it is an EAGLE method anyway.
 METHOD_BY_PATH = ("eagle-", "eagle3", "dflash", "dspark")
-MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of a config whose checkpoint holds MTP layers
+MTP_KEYS = {family.count_key for family in FAMILIES.values()}  # of a config whose checkpoint holds MTP layers
 
 
 def resolve_drafter(drafter: str | None, verifier: ModelFacts, fingerprint: dict[str, str], k: int) -> SpecConfig:
@@ -30,10 +31,7 @@ def resolve_drafter(drafter: str | None, verifier: ModelFacts, fingerprint: dict
         raise UserError("No drafter to measure was given.", "Pass --drafter DIR, or --drafter ngram.")
     if drafter == NGRAM:
         return SpecConfig(NGRAM, None, k)
-    path = Path(drafter).expanduser()
-    if (path / "drafter" / "config.json").is_file():
-        path = path / "drafter"
-    config = _read_config(path)
+    path, config = find_drafter(drafter)
     method = _method(config, path)
     if method == "draft_model":
         _check_draft_model(config, path, verifier)
@@ -45,14 +43,18 @@ def resolve_drafter(drafter: str | None, verifier: ModelFacts, fingerprint: dict
     return SpecConfig(method, str(path), k)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def find_drafter(drafter: str) -> tuple[Path, dict[str, Any]]:
+    """(its directory, its config.json) of a drafter directory or of a train-drafter run."""
+    path = Path(drafter).expanduser()
+    if (path / "drafter" / "config.json").is_file():
+        path = path / "drafter"
     file = path / "config.json"
     if not file.is_file():
         raise UserError(
             f"The drafter {path} is not a directory with a config.json.",
             "Pass the directory that train-drafter exported (<run>/drafter), a causal language model, or ngram.",
         )
-    return _read_object(file)
+    return path, _read_object(file)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -45,16 +45,16 @@ def _table_row(cell: dict[str, Any]) -> list[str]:
         return [*row, "1", "", "", "1", "", "1", "", "baseline"]
     survival = " ".join(f"{share:.2f}".removeprefix("0") for share in cell["survival"])
     parts = "" if cell["draft_cost"] is None else f"{cell['draft_cost']:.2f} + {cell['verify_cost']:.2f}"
-    acceptance = [f"{cell['acceptance_length']:.2f}", _interval(cell["acceptance_length_ci"]), survival]
-    cost = [_number(cell["round_cost"]), parts]
-    return [*row, *acceptance, *cost, _number(cell["speedup"]), _interval(cell["speedup_ci"]), cell["verdict"]]
+    acceptance = [f"{cell['acceptance_length']:.2f}", interval(cell["acceptance_length_ci"]), survival]
+    cost = [number(cell["round_cost"]), parts]
+    return [*row, *acceptance, *cost, number(cell["speedup"]), interval(cell["speedup_ci"]), cell["verdict"]]
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _interval(interval: list[float] | None) -> str:
+def interval(interval: list[float] | None) -> str:
     return "unknown" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
 
 
@@ -112,7 +112,7 @@ def headline(results: dict[str, Any]) -> str:
         return "no speedup measured yet"
     best = max(measured, key=lambda cell: cell["speedup"])
     return (
-        f"speedup {best['speedup']:.2f}x (95 % {_interval(best['speedup_ci'])}), acceptance length "
+        f"speedup {best['speedup']:.2f}x (95 % {interval(best['speedup_ci'])}), acceptance length "
         f"{best['acceptance_length']:.2f}: k = {best['k']}, concurrency {best['concurrency']}, "
         f"T = {best['temperature']:g}, {best['verdict']}"
     )

@@ -107,7 +107,7 @@ def build(
         wanted = recipe.drafter.aux_layers or default_aux_layers(facts.num_layers)
         aux = given.aux_layers if given else tuple(sorted(wanted))  # vLLM sorts them
         if spec.drafter:
-            check_init(Path(spec.drafter), facts, prints)
+            check_init(Path(spec.drafter), facts, prints, recipe.drafter.aux_ids)
     # The engine first: vLLM wants to make the process group, and DeepSpeed takes one that is there.
     policy = None
     if world.size > 1:

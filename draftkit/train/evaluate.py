@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -42,10 +45,6 @@ def summarise(sums: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Sums over slots of `drafter_loss` -> what is logged."""
     count = sums["count"].clamp(min=1)
     rate = {name: (sums[name] / count).tolist() for name in ("kl", "correct", "greedy", "sampled", "ceiling")}
-    chain, simulated = 1.0, 1.0
-    for accuracy in rate["correct"]:
-        chain *= accuracy
-        simulated += chain
     return {
         "loss": rate["kl"][0],
         "kl": rate["kl"],
@@ -53,8 +52,13 @@ def summarise(sums: dict[str, torch.Tensor]) -> dict[str, Any]:
         "expected_acceptance_greedy": rate["greedy"],
         "expected_acceptance_sampled": rate["sampled"],
         "vocab_ceiling": rate["ceiling"][0],
-        "simulated_acceptance_length": simulated,
+        "simulated_acceptance_length": chain_length(rate["correct"]),
     }
+
+
+def chain_length(rates: Sequence[float]) -> float:
+    """1 + the sum of the products along the chain: tokens a round whose steps are accepted at these rates."""
+    return sum(accumulate(rates, mul), 1.0)
 
 
 @torch.no_grad()

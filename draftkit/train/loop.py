@@ -22,7 +22,7 @@ from draftkit.console import progress, say, table
 from draftkit.data.batch import plan_epoch, slot_runs
 from draftkit.data.capture import CachedStates, States, StreamedStates, Verifier, collate, state_dtype
 from draftkit.data.shards import Corpus
-from draftkit.drafters.base import Drafter
+from draftkit.drafters.base import Drafter, trainable
 from draftkit.drafters.losses import drafter_loss
 from draftkit.drafters.vocab import coverage_of
 from draftkit.errors import Interrupted, RunFailed
@@ -116,7 +116,7 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     # ---- export and parity ----
     results: dict[str, Any] = {"schema": "draftkit.train-drafter/1", "verifier": str(recipe.model.path)}
     results |= {"kind": recipe.drafter.kind, "steps": num_steps} | throughput(run)
-    results["trained_parameters"] = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    results["trained_parameters"] = sum(p.numel() for p in trainable(drafter))
     results["heldout"] = evaluate(drafter, teacher, held_states, recipe)
     if greedy_states is not None:
         results["heldout_greedy"] = evaluate(drafter, teacher, greedy_states, recipe)
@@ -132,8 +132,7 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
 
 def say_sizes(drafter: Drafter, facts: ModelFacts, counts: Counter[int], held_counts: Counter[int]) -> None:
     ids = drafter.draft_to_target_D
-    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    say(f"{drafter.method}: {trained / 1e6:.1f} M parameters train")
+    say(f"{drafter.method}: {sum(p.numel() for p in trainable(drafter)) / 1e6:.1f} M parameters train")
     if len(ids) < facts.vocab_size:
         say(
             f"draft vocabulary: {len(ids):,} of {facts.vocab_size:,} tokens, covers {coverage_of(counts, ids):.2%} of "
@@ -233,8 +232,7 @@ def train(
                 for name in ("kl", "correct", "greedy", "sampled", "ceiling", "count", "objective"):
                     sums[name] = sums.get(name, 0) + metrics[name]
             sums = {name: accelerator.reduce(value) for name, value in sums.items()}
-            trained = [p for p in drafter.parameters() if p.requires_grad]
-            norm = torch.nn.utils.clip_grad_norm_(trained, t.grad_clip)
+            norm = torch.nn.utils.clip_grad_norm_(trainable(drafter), t.grad_clip)
             if not torch.isfinite(norm) or float(sums["kl"][0] / sums["count"][0]) > DIVERGED:
                 raise RunFailed(
                     f"The loss diverged at step {step} (gradient norm {float(norm):.3g}).", "Lower train.lr."

@@ -58,7 +58,7 @@ def _eagle3(drafter: Eagle3, verifier: Verifier) -> Iterator[tuple[str, Drafter]
         yield "norm flags: the norms before fc are left out", _changed(drafter, no_input_norms)
     if drafter.config.hidden_size == drafter.config.target_hidden_size:
         yield "shared head: vLLM proposed with the verifier's LM head", _changed(drafter, verifier_head)
-    yield "rope: another base frequency", _changed(drafter, _other_rope)
+    yield "rope: another base frequency", _changed(drafter, lambda d: _default_rope(d.rope))
 
 
 def _mtp(drafter: Mtp) -> Iterator[tuple[str, Drafter]]:
@@ -73,7 +73,7 @@ def _mtp(drafter: Mtp) -> Iterator[tuple[str, Drafter]]:
             getattr(d.self_attn, name).bias.zero_()
 
     yield "concatenation order: hidden state and embedding are exchanged", _changed(drafter, swap_order)
-    yield "rope: another base frequency", _changed(drafter, _other_rope)
+    yield "rope: another base frequency", _changed(drafter, lambda d: _default_rope(d.rope))
     if drafter.config.layout == "mimo":
         yield "norms: those of the two inputs are exchanged", _changed(drafter, swap_norms)
         yield "norms: no final norm", _changed(drafter, lambda d: setattr(d, "final_layernorm", torch.nn.Identity()))
@@ -81,10 +81,8 @@ def _mtp(drafter: Mtp) -> Iterator[tuple[str, Drafter]]:
 
 
 def _draft_lm(drafter: DraftLM) -> Iterator[tuple[str, Drafter]]:
-    yield "rope: another base frequency", _changed(drafter, lambda d: _other_rope(d.model.base_model))
-    norm = drafter.model.base_model.norm.weight
+    yield "rope: another base frequency", _changed(drafter, lambda d: _default_rope(d.model.base_model.rotary_emb))
     yield "norms: the final norm has no weight", _changed(drafter, lambda d: d.model.base_model.norm.weight.fill_(1.0))
-    assert norm.dim() == 1
 
 
 def _changed(drafter: Drafter, edit: Callable) -> Drafter:
@@ -97,9 +95,6 @@ def _changed(drafter: Drafter, edit: Callable) -> Drafter:
     return other
 
 
-def _other_rope(holder) -> None:
-    rotary = holder.rotary_emb if hasattr(holder, "rotary_emb") else holder.rope
-    while not hasattr(rotary, "inv_freq"):
-        rotary = rotary.rope
+def _default_rope(rotary: torch.nn.Module) -> None:
     size = 2 * len(rotary.inv_freq)
     rotary.inv_freq.copy_(1.0 / (10000.0 ** (torch.arange(0, size, 2, dtype=torch.float32) / size)))

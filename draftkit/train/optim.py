@@ -6,11 +6,12 @@ import math
 
 import torch
 
+from draftkit.drafters.base import trainable
 from draftkit.recipe import TrainSection
 
 
 def build(model: torch.nn.Module, recipe: TrainSection) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = trainable(model)
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},

@@ -15,7 +15,7 @@ from draftkit.drafters import draft_lm, mtp
 from draftkit.drafters.base import Drafter
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from draftkit.drafters.init import from_verifier, verifier_of
-from draftkit.drafters.layouts import config_of, from_drafter
+from draftkit.drafters.layouts import AuxIds, config_of, from_drafter
 from draftkit.drafters.mtp import Mtp, MtpConfig, layout_for
 from draftkit.drafters.mtp_families import Family, family_of
 from draftkit.drafters.vocab import choose_vocab
@@ -61,16 +61,20 @@ def check_start(recipe: Recipe, facts: ModelFacts, prints: dict[str, str]) -> No
             "it serves, an EAGLE-1 head (one layer over the last state, without norms)."
         )
     if section.kind == "eagle3" and section.init is not None:
-        check_init(Path(section.init), facts, prints)
+        check_init(Path(section.init), facts, prints, section.aux_ids)
 
 
-def check_init(directory: Path, facts: ModelFacts, prints: dict[str, str], field: str = "drafter.init") -> None:
+def check_init(
+    directory: Path,
+    facts: ModelFacts,
+    prints: dict[str, str],
+    aux_ids: AuxIds | None = None,
+    field: str = "drafter.init",
+) -> None:
     """Refuse a warm start from a drafter whose sizes or tokens are not this verifier's. Other weights are what a warm
     start is for, when the policy has moved on, so they are only said. field: of the recipe, which named it."""
-    config, how = (
-        config_of(directory, num_layers=facts.num_layers),
-        f"Use a drafter of this verifier, or leave {field} out.",
-    )
+    config = config_of(directory, aux_ids, facts.num_layers)
+    how = f"Use a drafter of this verifier, or leave {field} out."
     theirs, ours = (config.target_hidden_size, config.vocab_size), (facts.hidden_size, facts.vocab_size)
     if theirs != ours:
         raise UserError(
