@@ -397,6 +397,10 @@ def eval_acceptance(
     concurrency: Annotated[str | None, typer.Option(help="Requests at a time, for example 1,4,16.")] = None,
     temperature: Annotated[str | None, typer.Option(help="Temperatures, for example 0,1.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Measurements of every cell.")] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="An rl or prepare run: time its rollouts as they drained, with each k and a schedule."),
+    ] = None,
     out: Out = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -414,7 +418,13 @@ def eval_acceptance(
         "eval.temperatures": _numbers("--temperature", temperature, float),
         "eval.repeats": repeats,
     }
+    if replay is not None and recipe == QUICKSTART and (replay / "recipe.yaml").is_file():
+        recipe = str(replay / "recipe.yaml")  # sampled as it was, in the engine it was sampled in
     stage = _stage("eval-acceptance", recipe, overrides, flags, out)
+    if replay is not None:
+        stage.out = out or stage.default_out.with_name(f"{stage.recipe.name}-replay")
+        _replay(stage, replay, corpus, drafter, model is not None, _mode(dry_run, print_config, resume, overwrite))
+        return
     corpus = corpus or default_dir("prepare", stage.recipe)
     drafter = drafter or str(default_dir("train-drafter", stage.recipe) / "drafter")
     stage.inputs = {"corpus": str(corpus), "drafter": drafter}
@@ -430,6 +440,37 @@ def eval_acceptance(
         return [*lines, _check_corpus(stage.recipe, corpus), cells]
 
     _go(stage, work, check, functools.partial(_serve, stage), **_mode(dry_run, print_config, resume, overwrite))
+
+
+def _replay(
+    stage: Stage, source: Path, corpus: Path | None, drafter: str | None, model_given: bool, mode: dict[str, bool]
+) -> None:
+    """An rl run brings its own policy and drafter; a corpus takes the recipe's verifier and its trained drafter."""
+    from draftkit.evals import replay
+
+    if corpus is not None:
+        raise UserError("--corpus and --replay: a replay reads its prompts from the run.", "Leave --corpus out.")
+    own_policy, own_drafter = source / "policy", source / "drafter"
+    if (own_policy / "config.json").is_file() and not model_given:
+        stage.recipe.model.path, stage.sources["model.path"] = str(own_policy), f"--replay {source}"
+    if drafter is None:
+        own = (own_drafter / "config.json").is_file()
+        drafter = str(own_drafter if own else default_dir("train-drafter", stage.recipe) / "drafter")
+    stage.inputs = {"replay": str(source), "drafter": drafter}
+
+    def work(run: RunDir) -> dict[str, Any]:
+        return replay.run(stage.recipe, run, source=source, drafter=drafter)
+
+    def check() -> list[str]:
+        from draftkit.data.rollouts import read_batches
+
+        recipe = stage.recipe
+        batches = read_batches(source, recipe.eval.batches, recipe.eval.batch_prompts)
+        replay.check(recipe, source, batches, max(recipe.eval.k))
+        lines = [f"{b.name}: {len(b.lengths)} requests, {sum(b.lengths)} tokens" for b in batches]
+        return [_check_model(recipe), _check_drafter(recipe, drafter), *lines]
+
+    _go(stage, work, check, lambda results: f"cat {stage.out / 'README.md'}", **mode)
 
 
 def _serve(stage: Stage, results: dict[str, Any]) -> str:

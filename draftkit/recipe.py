@@ -122,6 +122,9 @@ class EvalSection(Section):
     max_tokens: int = Field(96, gt=0)
     repeats: int = Field(3, ge=1)
     warmup_tokens: int = Field(16, ge=0)
+    batches: int = Field(2, gt=0)  # of --replay: the last ones of the run
+    batch_prompts: int = Field(8, gt=0)  # of --replay, prompts a batch where the run is a corpus, which has no batches
+    margin: float = Field(0.03, ge=0)  # of --replay: a predicted gain over k = 0 that is smaller does not count
     seed: int = 0
 
     @field_validator("k")
@@ -182,6 +185,7 @@ class RLSection(Section):
     probe_every: int = Field(10, ge=0)  # every so many steps roll out without speculation, to compare; 0: never
     save_every: int = Field(10, gt=0)
     keep: int = Field(2, ge=1)
+    keep_rollouts: int = Field(4, ge=0)  # steps whose responses stay on disk, for `eval-acceptance --replay`
     track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     seed: int = 0
 

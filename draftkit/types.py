@@ -49,6 +49,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0  # an answer cannot end before
     logprobs: bool = False  # ask for the log-probability of every sampled token
 
 
@@ -129,14 +130,20 @@ class Generation:
 @dataclass(frozen=True, slots=True)
 class EngineStep:
     """One engine step as measured: requests running, draft length in force, tokens that came out, wall seconds, and
-    the part of them spent in the drafter. prefill: whether a prompt was processed in it."""
+    the part of them spent in the drafter. prompt: tokens of prompts processed in it; context: tokens that all its
+    requests had in the cache before it."""
 
     running: int
     k: int
     tokens: int
     seconds: float
     draft_seconds: float
-    prefill: bool
+    prompt: int = 0
+    context: int = 0
+
+    @property
+    def prefill(self) -> bool:
+        return self.prompt > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def test_generation_share_leaves_evaluation_out():
 
 
 def steps(k: int, sizes, per_step, draft=lambda n: 0.0, prefill: bool = False) -> list[EngineStep]:
-    return [EngineStep(n, k, n, per_step(n), draft(n), prefill) for n in sizes]
+    return [EngineStep(n, k, n, per_step(n), draft(n), int(prefill)) for n in sizes]
 
 
 def test_lines_are_least_squares():

@@ -176,6 +176,7 @@ class Engine:
             top_p=s.top_p,
             top_k=s.top_k,
             max_tokens=min(s.max_tokens, room),
+            min_tokens=s.min_tokens,
             stop=list(s.stop) or None,
             seed=s.seed if s.temperature > 0 else None,
             ignore_eos=s.ignore_eos,

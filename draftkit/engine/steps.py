@@ -40,7 +40,9 @@ class StepRecorder:
             drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
             self._now.running = len(counts)
             self._now.k = output.num_spec_tokens_to_schedule
-            self._now.prefill = any(n > 1 + len(drafts.get(id, ())) for id, n in counts.items())
+            decoded = {id: 1 + len(drafts.get(id, ())) for id in counts}
+            self._now.prompt = sum(n for id, n in counts.items() if n > decoded[id])
+            self._now.context = sum(scheduler.requests[id].num_computed_tokens - n for id, n in counts.items())
             for new in output.scheduled_new_reqs:
                 self.drafted[outer_id(new.req_id)] = scheduler.requests[new.req_id].spec_decode_metrics
             return output
@@ -73,8 +75,8 @@ class StepRecorder:
         seconds = time.perf_counter() - start
         now, self._now = self._now, _Step()
         if self._rows is not None and now.running:
-            row = EngineStep(now.running, now.k, now.tokens, seconds, now.draft_seconds, prefill=now.prefill)
-            self._rows.append(row)
+            times = (seconds, now.draft_seconds)
+            self._rows.append(EngineStep(now.running, now.k, now.tokens, *times, now.prompt, now.context))
         return result
 
     def take(self) -> list[EngineStep]:
@@ -92,9 +94,8 @@ class _Step:
     """A step in the making."""
 
     def __init__(self) -> None:
-        self.running = self.k = self.tokens = 0
+        self.running = self.k = self.tokens = self.prompt = self.context = 0
         self.draft_seconds = 0.0
-        self.prefill = False
 
 
 def _nothing(drafter: Any, *args: Any, **kwargs: Any) -> Any:

@@ -194,12 +194,17 @@ def _cell(rows: list[Row], measured: dict[tuple, Row], seed: int) -> Row:
         "drafted_share": sum(request["drafts"] for request in requests) / rounds if rounds else 0.0,
     }
     pairs = [(row, measured.get((temperature, concurrency, 0, row["repeat"], row["block"]))) for row in rows]
-    cell |= _speed([pair for pair in pairs if pair[1]], cell["acceptance_length"], np.log(draws), num_prompts, k)
+    pairs = [pair for pair in pairs if pair[1]]
+    cell |= speed(pairs, cell["acceptance_length"], np.log(draws), num_prompts, baseline=k == 0)
     return cell | _split_cost(rows, cell["round_cost"])
 
 
-def _speed(pairs: list[tuple[Row, Row]], acceptance: float, log_draws: np.ndarray, num_prompts: int, k: int) -> Row:
-    """Speedup over the k = 0 arm, whose own speedup is 1 by definition, with no width and no verdict."""
+def speed(
+    pairs: list[tuple[Row, Row]], acceptance: float, log_draws: np.ndarray, num_prompts: int, *, baseline: bool = False
+) -> Row:
+    """Speedup over the k = 0 arm, whose own speedup is 1 by definition, with no width and no verdict.
+
+    pairs: (row of the arm, row of k = 0) of the same prompts; log_draws: of the arm's acceptance length."""
     if not pairs:  # an interrupted run can end before the k = 0 arm of its only block
         nothing = dict.fromkeys(("round_cost", "break_even", "speedup", "speedup_ci"))
         return nothing | {"num_pairs": 0, "verdict": "undecided"}
@@ -209,7 +214,7 @@ def _speed(pairs: list[tuple[Row, Row]], acceptance: float, log_draws: np.ndarra
         for (row, _), log_ratio in zip(pairs, log_ratios, strict=True)
     ]
     log_speedup = sum(log_ratios) / len(log_ratios)
-    interval = speedup_interval(log_speedup, log_costs, log_draws, num_prompts) if k else [1.0, 1.0]
+    interval = [1.0, 1.0] if baseline else speedup_interval(log_speedup, log_costs, log_draws, num_prompts)
     cost = acceptance / math.exp(log_speedup)
     return {
         "round_cost": cost,

@@ -29,6 +29,7 @@ from draftkit.evals import report
 from draftkit.evals.acceptance import Row, cells_from_rows
 from draftkit.evals.drafter import NGRAM, resolve_drafter
 from draftkit.evals.speed_model import schedule
+from draftkit.evals.step_cost import cells_of, to_rows
 from draftkit.models import fingerprint, load_tokenizer, model_facts, render, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir, environment
@@ -213,8 +214,15 @@ def measure_all(
     warm: set[tuple[float, int]] = set()
     total = sum(_weight(point, block) for block in todo for point in block.points)
     with Interrupt() as interrupt, ExitStack() as stack:
-        stop = _raise_when(interrupt, run)
-        engine_for = build_engines(recipe, verifier, spec, stack, stop)
+        stop = raise_when(interrupt, run)
+        plain, speculative = build_engines(recipe, verifier, spec, stack, stop)
+
+        def engine_for(k: int) -> Engine:
+            if k == 0:
+                return plain
+            speculative.set_k(k)
+            return speculative
+
         bar = stack.enter_context(progress("eval-acceptance", total))
         for block in todo:
             first = block.points[0]
@@ -227,7 +235,7 @@ def measure_all(
                 stop()
 
 
-def _raise_when(interrupt: Interrupt, run: RunDir) -> Callable[[], None]:
+def raise_when(interrupt: Interrupt, run: RunDir) -> Callable[[], None]:
     def stop() -> None:
         if interrupt.requested:
             raise Interrupted(f"measurements are saved in {run.path}")
@@ -237,8 +245,8 @@ def _raise_when(interrupt: Interrupt, run: RunDir) -> Callable[[], None]:
 
 def build_engines(
     recipe: Recipe, verifier: Path, spec: SpecConfig, stack: ExitStack, stop: Callable[[], None]
-) -> Callable[[int], Engine]:
-    """k -> an engine that drafts k tokens a round. Both live on one device, so each gets half of its memory share."""
+) -> tuple[Engine, Engine]:
+    """A plain one and one that speculates. Both live on one device, so each gets half of its memory share."""
     share = recipe.engine.gpu_memory_utilization / 2
     section = recipe.engine.model_copy(update={"gpu_memory_utilization": share})
     engines = []
@@ -246,15 +254,7 @@ def build_engines(
         say(f"loading the {'plain' if config is None else f'speculative ({spec.method})'} engine")
         engines.append(stack.enter_context(Engine(verifier, recipe_engine=section, spec=config, seed=recipe.eval.seed)))
         stop()
-    plain, speculative = engines
-
-    def engine_for(k: int) -> Engine:
-        if k == 0:
-            return plain
-        speculative.set_k(k)
-        return speculative
-
-    return engine_for
+    return engines[0], engines[1]
 
 
 def warm_up(
@@ -283,7 +283,7 @@ def measure(
     start = time.perf_counter()
     answers = engine.generate([prompts[id] for id in block.prompt_ids], sampling, max_concurrency=point.concurrency)
     wall_s, steps = time.perf_counter() - start, engine.step_log()
-    requests = [_request(id, answer) for id, answer in zip(block.prompt_ids, answers, strict=True)]
+    requests = [request_row(id, answer) for id, answer in zip(block.prompt_ids, answers, strict=True)]
     if point.k:
         check_draft_length(requests, spec.method, point.k)
     row = {"event": "measured"} | {name: getattr(point, name) for name in Point.__slots__}
@@ -291,10 +291,11 @@ def measure(
         "wall_s": wall_s,
         "parts_s": {"draft_s": sum(s.draft_seconds for s in steps), "step_s": sum(s.seconds for s in steps)},
         "requests": requests,
+        "steps": to_rows(cells_of(steps)),
     }
 
 
-def _request(prompt_id: str, answer: Generation) -> Row:
+def request_row(prompt_id: str, answer: Generation) -> Row:
     counters = answer.spec
     return {
         "prompt": prompt_id,

@@ -21,6 +21,7 @@ import torch
 
 from draftkit.console import say
 from draftkit.data.data_recipe import load_data_recipe
+from draftkit.data.rollouts import save_step
 from draftkit.errors import Interrupted, RunFailed
 from draftkit.models import load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
@@ -181,6 +182,7 @@ class Loop:
         while self.asked < min(recipe.rl.steps, number + recipe.rl.lag):
             self.ask(self.asked + 1)
         rolled = self._take()
+        self._keep(rolled)
         rolled, dropped = self._useful(rolled)
         trajectories = rolled.trajectories
         if torch.cuda.is_available() and not self.pipeline.overlapped:
@@ -288,6 +290,12 @@ class Loop:
             return self.pipeline.take()
         with self.clock("idle"):
             return self.pipeline.take()
+
+    def _keep(self, rolled: Rolled) -> None:
+        """On disk, before any group is dropped."""
+        keep, temperature = self.recipe.rl.keep_rollouts, self.recipe.sampling.temperature
+        if keep:
+            save_step(self.run.path, rolled.step, self.world.rank, rolled.trajectories, temperature, keep)
 
     def _useful(self, rolled: Rolled) -> tuple[Rolled, int]:
         """Dynamic sampling: only groups that teach something, and more prompts while there are too few of them."""
