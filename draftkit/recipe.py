@@ -160,6 +160,8 @@ class SpecSection(Section):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     rejection_sample_method: str | None = None  # default: the installed vLLM's; only lossless ones are allowed
     schedule: list[tuple[int, int, int]] | None = None  # [lo, hi, k] by running requests; default: k throughout
+    adapt: bool = False  # find the schedule, up to k drafts, while the run goes on (rl/tuner.py)
+    explore: float = Field(0.05, gt=0, le=1)  # of adapt: rollout time that finding it may cost, as a share of the run's
 
 
 class RLSection(Section):

@@ -7,6 +7,7 @@ H hidden size, A auxiliary layers, F = A * H, V verifier vocabulary, D draft voc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,31 +74,31 @@ class SpecConfig:
 class SpecCounters:
     """Speculation counters. Engine counters are cumulative: subtract two snapshots to measure a window.
 
-    `accepted_per_pos[i]` counts rounds in which draft position i (0-based) was accepted, so that
-    `accepted_per_pos[i] / num_drafts` is the unconditional survival s_{i+1}.
+    `accepted_per_pos[i]` counts rounds in which draft position i (0-based) was accepted, `drafted_per_pos[i]` those in
+    which it was drafted, so that their quotient is the unconditional survival s_{i+1}, also where k varies. Empty:
+    every position was drafted in every round.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
     accepted_per_pos: tuple[int, ...] = ()
+    drafted_per_pos: tuple[int, ...] = ()
 
     def __neg__(self) -> SpecCounters:
-        return SpecCounters(
-            -self.num_drafts, -self.num_draft_tokens, -self.num_accepted, tuple(-n for n in self.accepted_per_pos)
-        )
+        per_pos = (tuple(-n for n in counts) for counts in (self.accepted_per_pos, self.drafted_per_pos))
+        return SpecCounters(-self.num_drafts, -self.num_draft_tokens, -self.num_accepted, *per_pos)
 
     def __sub__(self, other: SpecCounters) -> SpecCounters:
         return self + -other
 
     def __add__(self, other: SpecCounters) -> SpecCounters:
-        width = max(len(self.accepted_per_pos), len(other.accepted_per_pos))
-        pad = lambda t: tuple(t) + (0,) * (width - len(t))  # noqa: E731
         return SpecCounters(
             self.num_drafts + other.num_drafts,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted + other.num_accepted,
-            tuple(a + b for a, b in zip(pad(self.accepted_per_pos), pad(other.accepted_per_pos), strict=True)),
+            _sums(self.accepted_per_pos, other.accepted_per_pos),
+            _sums(self.drafted_per_pos, other.drafted_per_pos),
         )
 
     @property
@@ -108,7 +109,23 @@ class SpecCounters:
     def survival(self, k: int) -> list[float]:
         """[s_1 .. s_k]: share of rounds in which the first i draft tokens were all accepted."""
         counts = tuple(self.accepted_per_pos) + (0,) * k
-        return [counts[i] / self.num_drafts if self.num_drafts else 0.0 for i in range(k)]
+        return [counts[i] / self.rounds_at(i) if self.rounds_at(i) else 0.0 for i in range(k)]
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> SpecCounters:
+        """From what `dataclasses.asdict` made and JSON kept."""
+        per_pos = {name: tuple(raw[name]) for name in ("accepted_per_pos", "drafted_per_pos")}
+        return cls(**raw | per_pos)
+
+    def rounds_at(self, i: int) -> int:
+        """Rounds in which position i (0-based) was drafted."""
+        if not self.drafted_per_pos:
+            return self.num_drafts
+        return self.drafted_per_pos[i] if i < len(self.drafted_per_pos) else 0
+
+
+def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)

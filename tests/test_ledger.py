@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from draftkit.evals.drain import Requests, constant, drained
 from draftkit.evals.speed_model import acceptance_length, amdahl, implied_generation_share
+from draftkit.evals.step_cost import StepCost, cells_of
 from draftkit.rl.ledger import (
     PARTS,
-    SpeedModel,
     StepClock,
     StepTime,
     attribute,
     cotrain_pays,
-    drain,
     drift_split,
     entropy_slope,
-    fit_line,
     forecast,
     generation_share,
     measured_parts,
+    prefill_excess,
     realised,
     shares,
     step_seconds,
@@ -107,153 +108,77 @@ def steps(k: int, sizes, per_step, draft=lambda n: 0.0, prefill: bool = False) -
     return [EngineStep(n, k, n, per_step(n), draft(n), int(prefill)) for n in sizes]
 
 
-def test_lines_are_least_squares():
-    rng = random.Random(0)
-    sizes = [rng.randrange(1, 33) for _ in range(60)]
-    seconds = [0.02 + 0.003 * n + rng.gauss(0, 0.002) for n in sizes]
-    slope, intercept = np.polyfit(sizes, seconds, 1)
-    line = fit_line(sizes, seconds)
-    assert (line.slope, line.intercept) == pytest.approx((slope, intercept))
-    assert line(10) == pytest.approx(intercept + 10 * slope)
-
-
-def test_one_size_is_a_constant_and_so_is_a_falling_line():
-    assert [fit_line([8, 8, 8], [1.0, 2.0, 3.0])(n) for n in (1, 8, 64)] == [2, 2, 2]
-    falling = fit_line([1, 2, 3], [3.0, 2.0, 1.0])
-    assert [falling(n) for n in (1, 100)] == [2, 2]
-
-
-def test_an_extrapolated_step_is_never_cheaper_than_the_cheapest_seen():
-    line = fit_line([16, 32], [1.0, 3.0])  # the line itself would be -0.875 at n = 1
-    assert line(1) == 1.0 and line(32) == 3.0
-
-
-def test_a_model_keeps_k_apart_and_leaves_prompts_out():
-    made = SpeedModel.fit(
-        steps(0, (1, 4, 8), lambda n: 1 + 0.1 * n)
-        + steps(3, (1, 4, 8), lambda n: 2 + 0.2 * n, lambda n: 0.5 + 0.05 * n)
-        + steps(0, (8, 8), lambda n: 50.0, prefill=True)
-    )
-    assert made.step.keys() == made.draft.keys() == {0, 3}
-    assert made.step[0](6) == pytest.approx(1.6) and made.step[3](6) == pytest.approx(3.2)
-    assert made.draft[0](6) == 0 and made.draft[3](6) == pytest.approx(0.8)
+def test_what_prompts_took_is_what_their_steps_took_beyond_decoding():
+    plain = steps(0, (1, 4, 8), lambda n: 1 + 0.1 * n)
+    cost = StepCost.fit(cells_of(plain + steps(3, (1, 4, 8), lambda n: 2 + 0.2 * n)))
     prompt_steps = steps(3, (8,), lambda n: 10.0, prefill=True) + steps(0, (4,), lambda n: 2.0, prefill=True)
-    assert made.prefill_excess(prompt_steps + steps(3, (8,), lambda n: 9.0)) == pytest.approx((10 - 3.6) + (2 - 1.4))
-
-
-# --- draining ---------------------------------------------------------------------------------------------------
-
-
-def simulated(lengths, step_s, max_num_seqs: int) -> float:
-    """Plain decoding, one step after the other."""
-    waiting, running, seconds = list(lengths), [], 0.0
-    while waiting or running:
-        while waiting and len(running) < max_num_seqs:
-            running.append(waiting.pop(0))
-        seconds += step_s(len(running))
-        running = [left - 1 for left in running if left > 1]
-    return seconds
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100])
-def test_draining_without_drafts_equals_a_simulation_step_by_step(max_num_seqs):
-    rng = random.Random(max_num_seqs)
-    lengths = [rng.randrange(1, 40) for _ in range(24)]
-    step_s = lambda n: 0.5 + 0.07 * n + 0.01 * n * n  # noqa: E731
-    assert drain(lengths, 1.0, step_s, max_num_seqs) == pytest.approx(simulated(lengths, step_s, max_num_seqs))
-
-
-def test_draining_by_hand():
-    step_s = lambda n: {1: 1.0, 2: 1.5, 3: 2.0}[n]  # noqa: E731
-    # 3 run until the first ends at 2 tokens, 2 until 5, one until 6
-    assert drain([2, 5, 6], 1.0, step_s) == 2 * 2.0 + 3 * 1.5 + 1 * 1.0
-    # a prompt's step gives one token, later ones two: 1 + 1/2, 1 + 4/2, 1 + 5/2 steps
-    assert drain([2, 5, 6], 2.0, step_s) == 1.5 * 2.0 + 1.5 * 1.5 + 0.5 * 1.0
-    assert drain([7], 3.0, step_s) == 3.0
-    assert drain([1, 1, 1], 4.0, step_s) == 2.0
-    assert drain([], 2.0, step_s) == drain([0, 0], 1.0, step_s) == 0
-
-
-def test_draining_with_a_schedule():
-    """Plain from two requests on, three tokens a round for the last one alone."""
-    tau = lambda n: 3.0 if n == 1 else 1.0  # noqa: E731
-    assert drain([4, 10], tau, lambda n: float(n)) == pytest.approx(4 * 2 + 6 / 3 * 1)
-
-
-def test_the_makespan_of_random_rounds_is_what_draining_predicts():
-    """Rounds that emit 1 to 4 tokens at random: the even flow is off by a last round's rounding only."""
-    rng = random.Random(1)
-    lengths = [rng.randrange(40, 120) for _ in range(32)]
-    survival = [0.7, 0.5, 0.3]
-    step_s = lambda n: 1 + 0.05 * n  # noqa: E731
-    emit = lambda: 1 + sum(u < s for s in survival for u in [rng.random()])  # noqa: E731 same mean, other shape
-    seconds, left = 0.0, list(lengths)
-    seconds += step_s(len(left))
-    left = [n - 1 for n in left]
-    while left:
-        seconds += step_s(len(left))
-        left = [m for m in (n - emit() for n in left) if m > 0]
-    assert drain(lengths, acceptance_length(survival), step_s) == pytest.approx(seconds, rel=0.04)
+    extra = prefill_excess(cost, prompt_steps + steps(3, (8,), lambda n: 9.0))
+    assert extra == pytest.approx((10 - 3.6) + (2 - 1.4), rel=0.05)
 
 
 # --- forecasts --------------------------------------------------------------------------------------------------
 
-MODEL = SpeedModel.fit(
-    steps(0, (1, 8, 16), lambda n: 1 + 0.1 * n)
-    + steps(1, (1, 8, 16), lambda n: 1.2 + 0.15 * n, lambda n: 0.1 + 0.01 * n)
-    + steps(3, (1, 8, 16), lambda n: 1.5 + 0.2 * n, lambda n: 0.3 + 0.02 * n)
+MODEL = StepCost.fit(
+    cells_of(
+        steps(0, (1, 8, 16), lambda n: 1 + 0.1 * n)
+        + steps(1, (1, 8, 16), lambda n: 1.2 + 0.25 * n, lambda n: 0.1 + 0.01 * n)
+        + steps(3, (1, 8, 16), lambda n: 1.5 + 0.45 * n, lambda n: 0.3 + 0.02 * n)
+    )
 )
-BATCH = dict(lengths=[20, 30, 40, 60] * 4, survival=[0.8, 0.6, 0.4], max_num_seqs=16, prefill_s=5.0, sync_s=2.0)
+LENGTHS, SURVIVAL = (20, 30, 40, 60) * 4, [0.8, 0.6, 0.4]
+BATCH = dict(batch=Requests((0,) * 16, LENGTHS, 16), survival=SURVIVAL, prefill_s=5.0, sync_s=2.0)
 COST = dict(rest_s=50.0, train_drafter_s=6.0, publish_drafter_s=1.0)
 
 
 def test_a_forecast_is_draining_and_amdahl():
-    made = forecast(model=MODEL, k_of=lambda n: 3, **BATCH, **COST)
-    plain = drain(BATCH["lengths"], 1.0, MODEL.step[0], 16) + 5
-    generate = drain(BATCH["lengths"], 2.8, MODEL.step[3], 16) + 5
+    made = forecast(cost=MODEL, schedule=constant(3, 16), **BATCH, **COST)
+    bare = replace(MODEL, prompt=(0.0, 0.0))
+    plain = drained(BATCH["batch"], [], bare, constant(0, 16)).seconds.mean() + 5
+    both = drained(BATCH["batch"], SURVIVAL, bare, constant(3, 16))
+    generate = both.seconds.mean() + 5
     assert (made.plain_generate_s, made.generate_s) == pytest.approx((plain, generate))
     assert made.plain_step_s == pytest.approx(plain + 52)
     assert made.generation_share == pytest.approx(plain / (plain + 52))
     assert made.overhead == pytest.approx(7 / (plain + 52))
     assert made.step_speedup == pytest.approx(amdahl(made.generation_share, plain / generate, made.overhead))
     assert made.step_speedup == pytest.approx(made.plain_step_s / sum(made.parts.values()))
-    assert made.parts["draft"] == pytest.approx(drain(BATCH["lengths"], 2.8, MODEL.draft[3], 16))
+    assert made.parts["draft"] == pytest.approx(both.draft_seconds.mean()) and 0 < made.parts["draft"] < generate / 2
     assert (made.parts["sync"], made.parts["train_drafter"], made.parts["rest"]) == (3, 6, 50)
 
 
-def test_a_schedule_drafts_what_it_says():
-    made = forecast(model=MODEL, k_of=lambda n: 3 if n <= 4 else 0, **BATCH, **COST)
-    tau = lambda n: 2.8 if n <= 4 else 1.0  # noqa: E731
-    expected = drain(BATCH["lengths"], tau, lambda n: MODEL.step[3 if n <= 4 else 0](n), 16) + 5
-    assert made.generate_s == pytest.approx(expected)
-    short = forecast(model=MODEL, k_of=lambda n: 1, **BATCH, **COST)
-    assert short.generate_s == pytest.approx(drain(BATCH["lengths"], 1.8, MODEL.step[1], 16) + 5)
+def test_a_forecast_goes_by_the_schedule():
+    everywhere = forecast(cost=MODEL, schedule=[[1, 16, 3]], **BATCH, **COST)
+    nowhere = forecast(cost=MODEL, schedule=[[1, 16, 0]], **BATCH, **COST)
+    at_the_end = forecast(cost=MODEL, schedule=[[1, 4, 3], [5, 16, 0]], **BATCH, **COST)
+    assert nowhere.generation_speedup == pytest.approx(1) and nowhere.parts["draft"] == 0
+    assert 0 < at_the_end.parts["draft"] < everywhere.parts["draft"]
 
 
 def test_no_forecast_before_both_kinds_of_step_were_seen():
-    spec_only = SpeedModel.fit(steps(3, (1, 8), lambda n: 1.0))
-    plain_only = SpeedModel.fit(steps(0, (1, 8), lambda n: 1.0))
-    for model in (spec_only, plain_only, SpeedModel.fit([])):
-        assert forecast(model=model, k_of=lambda n: 3, **BATCH, **COST) is None
-    assert forecast(model=plain_only, k_of=lambda n: 0, **BATCH, **COST).generation_speedup == 1
+    spec_only = StepCost.fit(cells_of(steps(3, (1, 8), lambda n: 1.0, lambda n: 0.1)))
+    plain_only = StepCost.fit(cells_of(steps(0, (1, 8), lambda n: 1.0)))
+    for cost in (spec_only, plain_only, None):
+        assert forecast(cost=cost, schedule=constant(3, 16), **BATCH, **COST) is None
+    assert forecast(cost=plain_only, schedule=constant(0, 16), **BATCH, **COST).generation_speedup == 1
 
 
 @pytest.mark.parametrize(
     ("share", "speedup", "step"), [(0.67, 1.767, 1.410), (0.72, 1.536, 1.335), (310.1 / 400.7, 2.03, 1.65)]
 )
 def test_published_steps(share, speedup, step):
-    """Fixtures of measures.md: one request of 1 + 99 tau tokens, a plain step that takes 1 s, a round tau / S."""
+    """Fixtures of measures.md: one request of many tokens, a plain step that takes 1 s, a round tau / S."""
     survival = [0.886, 0.770, 0.663]
-    assert acceptance_length(survival) == pytest.approx(3.319)
-    length, tau = 1 + 99 * 3, 3.319
-    round_s = length / speedup / (1 + (length - 1) / tau)
-    model = SpeedModel.fit(steps(0, (1,), lambda n: 1.0) + steps(3, (1,), lambda n: round_s))
+    tau = acceptance_length(survival)
+    assert tau == pytest.approx(3.319)
+    cost = StepCost.fit(cells_of(steps(0, (1,), lambda n: 1.0) + steps(3, (1,), lambda n: tau / speedup)))
+    length = 3000
     rest = length * (1 - share) / share
-    made = forecast([length], survival, model, k_of=lambda n: 3, max_num_seqs=1, prefill_s=0.0, sync_s=0.0, rest_s=rest)
+    batch = Requests((0,), (length,), 1)
+    made = forecast(batch, survival, cost, schedule=[[1, 1, 3]], prefill_s=0.0, sync_s=0.0, rest_s=rest)
     assert made.generation_share == pytest.approx(share)
-    assert made.generation_speedup == pytest.approx(speedup)
-    assert made.step_speedup == pytest.approx(step, abs=0.005)
-    assert implied_generation_share(made.step_speedup, speedup) == pytest.approx(share)
+    assert made.generation_speedup == pytest.approx(speedup, rel=0.01)
+    assert made.step_speedup == pytest.approx(step, abs=0.01)
+    assert implied_generation_share(made.step_speedup, made.generation_speedup) == pytest.approx(share)
 
 
 # --- attribution ------------------------------------------------------------------------------------------------
@@ -275,7 +200,7 @@ def test_parts_of_a_step_add_up_to_it_without_its_evaluation():
 
 
 def test_differences_add_up_to_the_difference():
-    made = forecast(model=MODEL, k_of=lambda n: 3, **BATCH, **COST)
+    made = forecast(cost=MODEL, schedule=constant(3, 16), **BATCH, **COST)
     happened = {"draft": 40.0, "verify": 70.0, "sync": 2.5, "train_drafter": 9.0, "rest": 51.0}
     lost = attribute(made.parts, happened)
     assert lost["total"] == pytest.approx(sum(happened.values()) - sum(made.parts.values()), abs=1e-12)

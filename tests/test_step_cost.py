@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from draftkit.evals.drain import Requests, best_schedule, constant, lookup, ranges, rollout_seconds
+from draftkit.evals.drain import Requests, best_schedule, constant, drained, lookup, ranges
 from draftkit.evals.step_cost import StepCell, StepCost, bootstrap, cells_of, leave_one_out, to_rows
 from draftkit.types import EngineStep
 
@@ -150,7 +150,7 @@ def test_a_drained_batch_takes_what_a_plain_simulation_takes(cost, schedule, slo
     survival = [0.8, 0.55, 0.4]
     k_of = lookup(schedule, 8)
     slow = [simulated(batch, survival, lambda n: int(k_of[n]), seed) for seed in range(150)]
-    fast = rollout_seconds(batch, survival, cost, schedule, draws=150)
+    fast = drained(batch, survival, cost, schedule, draws=150).seconds
     assert fast.mean() == pytest.approx(np.mean(slow), rel=0.02)
     assert fast.std() == pytest.approx(np.std(slow), rel=0.5, abs=0.003)
 
@@ -158,7 +158,8 @@ def test_a_drained_batch_takes_what_a_plain_simulation_takes(cost, schedule, slo
 def test_plain_decoding_of_one_request_is_its_steps(cost):
     batch = Requests((10,), (5,), 4)
     steps = float(cost.step(1, 0)) + float(cost.prompt_s(10)) + sum(float(cost.step(1, 0, 10 + i)) for i in range(1, 5))
-    assert rollout_seconds(batch, [], cost, [[1, 4, 0]], draws=2, request_s=0.5) == pytest.approx([steps + 0.5] * 2)
+    made = drained(batch, [], cost, [[1, 4, 0]], draws=2, request_s=0.5)
+    assert made.seconds == pytest.approx([steps + 0.5] * 2) and not made.draft_seconds.any()
 
 
 # --- schedules --------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def test_the_schedule_takes_the_fastest_k_of_every_batch_size(cost):
 
 def test_nothing_is_drafted_where_nothing_pays(cost):
     batch = Requests((10,) * 8, (4,) * 8, 8)
-    seconds = lambda s: float(rollout_seconds(batch, [0.02] * 3, cost, s).mean())  # noqa: E731
+    seconds = lambda s: float(drained(batch, [0.02] * 3, cost, s).seconds.mean())  # noqa: E731
     assert best_schedule(cost, [0.02, 0.0, 0.0], 8, seconds=seconds) == constant(0, 8)
     assert best_schedule(cost, [0.02, 0.0, 0.0], 8) == constant(0, 8)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,7 @@ class Engine:
         except BaseException:
             # Ctrl-C in the middle, or a prompt that vLLM refuses: leftovers would mix into the next call.
             self._llm.llm_engine.abort_request([str(i) for i in range(len(prompts)) if i not in finished])
-            self._steps.drafted.clear()
+            self._steps.forget()
             raise
         return [finished[i] for i in range(len(prompts))]
 
@@ -189,7 +190,8 @@ class Engine:
     def _generation(self, output: Any) -> Generation:
         completion = output.outputs[0]
         record = self._steps.drafted.pop(outer_id(output.request_id))
-        spec = None if record is None else _request_counters(record.histogram, record.num_draft_tokens)
+        lengths = self._steps.lengths.pop(outer_id(output.request_id), Counter())
+        spec = None if record is None else _request_counters(record.histogram, record.num_draft_tokens, lengths)
         if spec is not None:
             self._counters = self._counters + spec
         return Generation(
@@ -382,10 +384,11 @@ class Engine:
 DraftTrace = tuple[str, list[int]]
 
 
-def _request_counters(histogram: Sequence[int], num_draft_tokens: int) -> SpecCounters:
-    """histogram[j] = rounds that accepted j draft tokens -> the counters of one request."""
+def _request_counters(histogram: Sequence[int], num_draft_tokens: int, lengths: Counter[int]) -> SpecCounters:
+    """A request's, from how many rounds accepted j draft tokens (histogram[j]) and how many drafted j (lengths[j])."""
     at_least = [sum(histogram[j:]) for j in range(1, len(histogram))]
-    return SpecCounters(sum(histogram), num_draft_tokens, sum(at_least), tuple(at_least))
+    drafted = [sum(count for length, count in lengths.items() if length >= j) for j in range(1, len(histogram))]
+    return SpecCounters(sum(histogram), num_draft_tokens, sum(at_least), tuple(at_least), tuple(drafted))
 
 
 def _sampled_logprobs(completion: Any) -> tuple[float, ...] | None:

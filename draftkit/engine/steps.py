@@ -12,6 +12,7 @@ On a GPU kernels run on after a call returns: there the draft seconds are launch
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ class StepRecorder:
     def __init__(self, scheduler: Any, drafter: Any | None) -> None:
         self.paused = False
         self.drafted: dict[str, Any] = {}  # request -> vLLM's record of its drafts, None where nothing drafts
+        self.lengths: dict[str, Counter[int]] = {}  # request -> rounds by the number of drafts
         self._rows: list[EngineStep] | None = None
         self._now = _Step()
         self._hook_scheduler(scheduler)
@@ -40,6 +42,8 @@ class StepRecorder:
             drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
             self._now.running = len(counts)
             self._now.k = output.num_spec_tokens_to_schedule
+            for id, tokens in drafts.items():
+                self.lengths.setdefault(outer_id(id), Counter())[len(tokens)] += 1
             decoded = {id: 1 + len(drafts.get(id, ())) for id in counts}
             self._now.prompt = sum(n for id, n in counts.items() if n > decoded[id])
             self._now.context = sum(scheduler.requests[id].num_computed_tokens - n for id, n in counts.items())
@@ -53,6 +57,11 @@ class StepRecorder:
             return outputs
 
         scheduler.schedule, scheduler.update_from_output = scheduled, updated
+
+    def forget(self) -> None:
+        """What requests that will not finish have left."""
+        self.drafted.clear()
+        self.lengths.clear()
 
     def _hook_drafter(self, drafter: Any) -> None:
         propose = drafter.propose

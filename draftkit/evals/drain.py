@@ -37,7 +37,15 @@ class Requests:
     slots: int
 
 
-def rollout_seconds(
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """[draws] seconds of the batch, and of its drafter."""
+
+    seconds: np.ndarray
+    draft_seconds: np.ndarray
+
+
+def drained(
     batch: Requests,
     survival: Sequence[float],
     cost: StepCost,
@@ -46,11 +54,11 @@ def rollout_seconds(
     request_s: float = 0.0,
     draws: int = DRAWS,
     seed: int = 0,
-) -> np.ndarray:
-    """[draws] seconds of the batch. survival: [s_1 ..] for as many drafts as the schedule asks for at most; request_s:
-    of each request outside of engine steps."""
+) -> Drained:
+    """survival: [s_1 ..] of draft positions; a schedule that asks for more drafts is not rewarded for them. request_s:
+    seconds of each request outside of engine steps."""
     lengths, prompts = np.array(batch.lengths), np.array(batch.prompts)
-    num, slots = len(lengths), min(batch.slots, len(lengths))
+    num, slots = len(lengths), max(1, min(batch.slots, len(lengths)))
     k_of = lookup(schedule, slots)
     always = bool(k_of[1:].any())  # a drafter that may be needed again runs at k = 0 too
     s_K = np.array([*survival, *[0.0] * (int(k_of.max()) - len(survival))])[: int(k_of.max())]
@@ -58,7 +66,7 @@ def rollout_seconds(
     left = np.tile(lengths, (draws, 1))  # tokens each request still needs
     begun = np.full(draws, slots)  # requests that have entered, in queue order
     done = np.zeros((draws, num), dtype=int)
-    total = np.full(draws, num * request_s)
+    total, drafter = np.full(draws, num * request_s), np.zeros(draws)
     place = np.arange(num)
     read = np.zeros((draws, num), dtype=bool)  # prompts that were processed
     rows = np.arange(draws)
@@ -66,13 +74,15 @@ def rollout_seconds(
         active = (place < begun[:, None]) & (left > 0)
         running = active.sum(1)
         if not running.any():
-            return total
+            return Drained(total, drafter)
         k = k_of[np.minimum(running, slots)]
         new = active & ~read
         context = np.where(active & read, prompts + done, 0).sum(1)
         seconds = cost.step(np.maximum(running, 1), k, context, drafts=np.full(draws, always))
         seconds += cost.prompt_s(np.where(new, prompts, 0).sum(1))
         total += np.where(running > 0, seconds, 0.0)
+        if always:
+            drafter += np.where(running > 0, cost.draft(np.maximum(running, 1), k), 0.0)
         accepted = np.zeros((draws, num), dtype=int)
         if len(s_K):
             u = rng.random((draws, num))
@@ -105,15 +115,21 @@ def best_schedule(
     context: float = 0.0,
     margin: float = 0.0,
     seconds: Callable[[Schedule], float] | None = None,
+    allowed: np.ndarray | None = None,
 ) -> Schedule:
     """context: tokens in the cache of each request. margin: relative gain over k = 0 below which it stays 0. seconds:
-    predicts a whole batch under a schedule, to choose between this schedule, each constant k and no speculation; a k
-    is only ever chosen up to len(survival)."""
+    predicts a whole batch under a schedule, to choose between this schedule, each constant k and no speculation.
+    allowed bool [k, slots]: which k may be chosen for 1 .. slots requests, k = 0 always; default: all.
+
+    A k is only ever chosen up to len(survival)."""
     ks = range(len(survival) + 1)
     tau = np.array([acceptance_length(survival[:k]) for k in ks])
     sizes = np.arange(1, slots + 1)
     rates = np.array([tau[k] / cost.step(sizes, k, sizes * context) for k in ks])
     rates[1:] /= 1 + margin
+    may = np.ones_like(rates, dtype=bool) if allowed is None else allowed[: len(rates), :slots].copy()
+    may[0] = True
+    rates = np.where(may, rates, 0.0)
     chosen = rates.argmax(0)
     if chosen.any() and not chosen.all():  # beside speculation k = 0 pays for the drafter's pass: is it still best?
         kept = 1 / cost.step(sizes, 0, sizes * context, drafts=True)
@@ -121,7 +137,7 @@ def best_schedule(
     mixed = ranges([int(k) for k in chosen])
     if seconds is None:
         return mixed
-    candidates = [constant(0, slots), mixed, *(constant(k, slots) for k in ks if k)]
+    candidates = [constant(0, slots), mixed, *(constant(k, slots) for k in ks if k and may[k].all())]
     times = [seconds(candidate) * (1 if place == 0 else 1 + margin) for place, candidate in enumerate(candidates)]
     return candidates[int(np.argmin(times))]
 

@@ -38,7 +38,7 @@ from draftkit.evals.acceptance import (
 )
 from draftkit.evals.bench import build_engines, raise_when, request_row
 from draftkit.evals.drafter import resolve_drafter
-from draftkit.evals.drain import Requests, Schedule, best_schedule, constant, rollout_seconds
+from draftkit.evals.drain import Requests, Schedule, best_schedule, constant, drained
 from draftkit.evals.step_cost import StepCell, StepCost, cells_of, leave_one_out, to_rows
 from draftkit.models import fingerprint, model_facts, resolve_model
 from draftkit.recipe import Recipe
@@ -244,7 +244,7 @@ def choose(rows: Sequence[Row], slots: int, margin: float) -> Row:
 
     def seconds(schedule: Schedule) -> list[float]:
         return [
-            float(rollout_seconds(b, survival, cost, schedule, request_s=waiting, seed=plan["seed"]).mean())
+            float(drained(b, survival, cost, schedule, request_s=waiting, seed=plan["seed"]).seconds.mean())
             for b in batches
         ]
 

@@ -1,6 +1,6 @@
 """The figures of a step for `metrics.jsonl`, from what every rank measured, and what has to be remembered for them.
 
-A forecast is made from *earlier* steps: decoding times (`SpeedModel`), survival of the last few speculative steps.
+A forecast is made from *earlier* steps: decoding times (`StepCost`), survival of the last few speculative steps.
 Lengths are this step's own, because a batch of long answers must not count as a slow one. Decoding times and lengths
 are the main rank's: ranks generate side by side, and the slowest decides (`generate_s` is the maximum).
 """
@@ -13,6 +13,8 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
+from draftkit.evals.drain import Requests, Schedule
+from draftkit.evals.step_cost import StepCost, cells_of
 from draftkit.recipe import Recipe
 from draftkit.rl import ledger
 from draftkit.types import EngineStep, SpecCounters
@@ -29,9 +31,11 @@ class Account:
         self.counters: deque[SpecCounters] = deque(maxlen=RECENT)
 
     def step(
-        self, number: int, everybody: Sequence[dict[str, Any]], seconds: dict[str, float], k: int
+        self, number: int, everybody: Sequence[dict[str, Any]], seconds: dict[str, float], schedule: Schedule
     ) -> dict[str, Any]:
-        """everybody: `Loop._figures` of all ranks; seconds: the main loop's clock."""
+        """everybody: `Loop._figures` of all ranks; seconds: the main loop's clock; schedule: drafts by requests running
+        in this step's rollouts."""
+        k = max(k for _, _, k in schedule)
         rewards = [r for one in everybody for r in one["rewards"]]
         lengths = [n for one in everybody for n in one["lengths"]]
         by_turn = zip_longest(*(one["turns"] for one in everybody), fillvalue=SpecCounters())
@@ -41,7 +45,7 @@ class Account:
         step_s = ledger.step_seconds(seconds)
         mine = everybody[0]
 
-        forecast = self._forecast(mine, seconds, k)
+        forecast = self._forecast(mine, seconds, schedule)
         if number > 1:  # the first step pays for kernels and memory that are made once, and for a drafter that grows
             trains = 0.0 if k else seconds["train_drafter"]  # a run without speculation would not pay for this
             self.times.append(ledger.StepTime(k, sum(lengths), generate_s, step_s - trains))
@@ -83,32 +87,27 @@ class Account:
             row |= {"realised_speedup": realised.step, "realised": asdict(realised)}
         return row
 
-    def _forecast(self, mine: dict[str, Any], seconds: dict[str, float], k: int) -> ledger.Forecast | None:
+    def _forecast(self, mine: dict[str, Any], seconds: dict[str, float], schedule: Schedule) -> ledger.Forecast | None:
         drafted = sum(self.counters, SpecCounters())
-        if k == 0 or not drafted.num_drafts or self.recipe.rl.lag:
+        if not any(k for _, _, k in schedule) or not drafted.num_drafts or self.recipe.rl.lag:
             return None
-        model = self.model()
+        cost = self.cost()
+        if cost is None:
+            return None
         named = ("generate", "publish", "train_drafter", "eval")
         return ledger.forecast(
-            mine["lengths"],
+            Requests(tuple(mine["prompts"]), tuple(mine["lengths"]), self.recipe.engine.max_num_seqs),
             drafted.survival(self.recipe.spec.k),
-            model,
-            k_of=self._k_of,
-            max_num_seqs=self.recipe.engine.max_num_seqs,
-            prefill_s=max(0.0, model.prefill_excess(mine["engine_steps"])),
+            cost,
+            schedule=schedule,
+            prefill_s=max(0.0, ledger.prefill_excess(cost, mine["engine_steps"])),
             sync_s=seconds["sync"] + seconds["publish"],
             rest_s=seconds["total"] - sum(seconds[part] for part in named),
             train_drafter_s=seconds["train_drafter"],
         )
 
-    def _k_of(self, running: int) -> int:
-        for low, high, k in self.recipe.spec.schedule or ():
-            if low <= running <= high:
-                return k
-        return self.recipe.spec.k
-
-    def model(self) -> ledger.SpeedModel:
-        return ledger.SpeedModel.fit([step for steps in self.engine_steps.values() for step in steps])
+    def cost(self) -> StepCost | None:
+        return StepCost.fit(cells_of(step for steps in self.engine_steps.values() for step in steps))
 
     def _remember(self, steps: Sequence[EngineStep], drafted: SpecCounters) -> None:
         for step in steps:
@@ -128,9 +127,7 @@ class Account:
         self.engine_steps = {}
         self._remember([EngineStep(**s) for s in state["engine_steps"]], SpecCounters())
         self.counters.clear()
-        self.counters.extend(
-            SpecCounters(**c | {"accepted_per_pos": tuple(c["accepted_per_pos"])}) for c in state["counters"]
-        )
+        self.counters.extend(SpecCounters.read(c) for c in state["counters"])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,30 +1,31 @@
 """Where a step's time goes, what speculation should have saved of it, what it did save, and what ate the difference.
 Pure functions of measured numbers, and a clock.
 
-    engine step log -> SpeedModel: T(n, k), seconds of a decoding step with n requests running and k drafts
-    response lengths, survival, SpeedModel -> Forecast: seconds of the batch plain and speculative, and of the RL step
+    engine step log -> StepCost: seconds of a decoding step with n requests running and k drafts (evals.step_cost)
+    lengths, survival, StepCost -> Forecast: seconds of the batch plain and speculative, and of the RL step
     plain probe steps among speculative ones -> realised speedup, with an interval
     forecast parts against measured parts -> draft, verify, sync, train_drafter, rest: they add up to the difference
 
 A forecast for a step is honest when model and survival come from earlier steps. Seconds of a step leave its evaluation
 out: it comes every n steps and samples too. Left out: overlap of rollouts and training (`rl.lag`), where the exposed
-generation is what remains; the length of a context, which makes late steps of a long batch dearer than early ones.
-Sources: measures.md (c), formulae 3 to 5, 10 and 11; Amdahl and tau(k) from evals.speed_model; the interval for few
-steps from evals.acceptance.
+generation is what remains.
+Sources: measures.md (c), formulae 3 to 5, 10 and 11; Amdahl from evals.speed_model, batches that drain from
+evals.drain, the interval for few steps from evals.acceptance.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from draftkit.evals.acceptance import BOOTSTRAP_DRAWS, Interval, expanded_percentile_interval
-from draftkit.evals.speed_model import acceptance_length, amdahl
+from draftkit.evals.drain import Requests, Schedule, constant, drained
+from draftkit.evals.speed_model import amdahl
+from draftkit.evals.step_cost import StepCost
 from draftkit.types import EngineStep
 
 # --- the clock --------------------------------------------------------------------------------------------------
@@ -79,87 +80,13 @@ def generation_share(seconds: Mapping[str, float]) -> float:
     return seconds["generate"] / step_seconds(seconds)
 
 
-# --- what a decoding step costs ---------------------------------------------------------------------------------
+# --- what a batch should have cost -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """intercept + slope * n, but never below the cheapest size seen (extrapolated steps must not become free)."""
-
-    intercept: float
-    slope: float
-    floor: float
-
-    def __call__(self, n: float) -> float:
-        return max(self.floor, self.intercept + self.slope * n)
-
-
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Least squares; their mean where only one size was seen or where larger sizes seem cheaper (noise)."""
-    x, y = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
-    floor = min(float(y[x == size].mean()) for size in np.unique(x))
-    spread = float(((x - x.mean()) ** 2).sum())
-    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread if spread else 0.0
-    if slope <= 0:
-        return Line(float(y.mean()), 0.0, 0.0)
-    return Line(float(y.mean() - slope * x.mean()), slope, floor)
-
-
-@dataclass(frozen=True)
-class SpeedModel:
-    """step[k](n): seconds of a decoding step of n requests with k drafts each, drafting included; draft[k](n): of the
-    drafter alone. k = 0 is plain decoding."""
-
-    step: dict[int, Line]
-    draft: dict[int, Line]
-
-    @classmethod
-    def fit(cls, steps: Sequence[EngineStep]) -> SpeedModel:
-        """From all steps so far; those with a prompt in them are left to `prefill_excess`."""
-        by_k: dict[int, list[EngineStep]] = {}
-        for step in steps:
-            if not step.prefill:
-                by_k.setdefault(step.k, []).append(step)
-        line = lambda of_k, name: fit_line([s.running for s in of_k], [getattr(s, name) for s in of_k])  # noqa: E731
-        return cls(
-            {k: line(of_k, "seconds") for k, of_k in by_k.items()},
-            {k: line(of_k, "draft_seconds") for k, of_k in by_k.items()},
-        )
-
-    def prefill_excess(self, steps: Sequence[EngineStep]) -> float:
-        """Seconds that the steps with a prompt in them took beyond decoding steps of their size."""
-        return sum(s.seconds - self.step[s.k](s.running) for s in steps if s.prefill and s.k in self.step)
-
-
-# --- what a batch costs -----------------------------------------------------------------------------------------
-
-
-def drain(
-    lengths: Sequence[int],
-    tau: float | Callable[[int], float],
-    step_s: Callable[[int], float],
-    max_num_seqs: int | None = None,
-) -> float:
-    """Seconds to generate a batch whose sequences end at `lengths`: all start, and it drains as they finish.
-
-    The step of the prompt gives one token, every later one tau(n), n the requests running. With max_num_seqs the rest
-    waits, and takes the place of those that finish. Exact for tau = 1; else tokens flow evenly, without the rounding of
-    a last round.
-    """
-    rate = tau if callable(tau) else lambda n: tau
-    waiting = [length for length in lengths if length > 0][::-1]
-    slots = max_num_seqs or len(waiting)
-    ends: list[float] = []  # in tokens that a request running from the beginning would have made
-    made = seconds = 0.0
-    while waiting or ends:
-        running = min(slots, len(ends) + len(waiting))
-        while len(ends) < running:
-            heapq.heappush(ends, made + waiting.pop() - 1 + rate(running))
-        seconds += (ends[0] - made) / rate(running) * step_s(running)
-        made = ends[0]
-        while ends and ends[0] <= made + 1e-9:
-            heapq.heappop(ends)
-    return seconds
+def prefill_excess(cost: StepCost, steps: Sequence[EngineStep]) -> float:
+    """Seconds that the steps with a prompt in them took beyond decoding steps of their size."""
+    decoding = [float(cost.step(s.running, s.k, s.context, drafts=s.draft_seconds > 0)) for s in steps if s.prefill]
+    return sum(s.seconds for s in steps if s.prefill) - sum(decoding)
 
 
 @dataclass(frozen=True)
@@ -180,31 +107,31 @@ class Forecast:
 
 
 def forecast(
-    lengths: Sequence[int],
+    batch: Requests,
     survival: Sequence[float],
-    model: SpeedModel,
+    cost: StepCost | None,
     *,
-    k_of: Callable[[int], int],
-    max_num_seqs: int,
+    schedule: Schedule,
     prefill_s: float,
     sync_s: float,
     rest_s: float,
     train_drafter_s: float = 0.0,
     publish_drafter_s: float = 0.0,
 ) -> Forecast | None:
-    """survival: [s_1 .. s_k]; k_of(n): drafts a round with n requests running. prefill_s, sync_s, rest_s: what both
-    arms pay beside decoding: prompts, publishing the policy, everything else; the last two only speculation pays.
+    """survival: [s_1 .. s_k]; schedule: drafts by requests running. prefill_s, sync_s, rest_s: what both arms pay
+    beside decoding: prompts (those of `batch` only fill the caches), publishing the policy, everything else; the last
+    two only speculation pays.
 
-    None until the model has seen plain steps and every k that is asked for.
+    None until plain steps were seen and, where any draft is asked for, speculative ones.
     """
-    needed = {0} | {k_of(n) for n in range(1, min(max_num_seqs, len(lengths)) + 1)}
-    if not needed <= model.step.keys():
+    drafts = any(k for _, _, k in schedule)
+    if cost is None or not cost.knows_plain or (drafts and not cost.knows_drafts):
         return None
-    plain = drain(lengths, 1.0, model.step[0], max_num_seqs) + prefill_s
-    tau = lambda n: acceptance_length(survival[: k_of(n)])  # noqa: E731
-    draft = drain(lengths, tau, lambda n: model.draft[k_of(n)](n), max_num_seqs)
-    decode = drain(lengths, tau, lambda n: model.step[k_of(n)](n), max_num_seqs)
-    generate = decode + prefill_s
+    decoding = replace(cost, prompt=(0.0, 0.0))
+    without = drained(batch, [], decoding, constant(0, batch.slots), draws=1)
+    with_drafts = drained(batch, survival, decoding, schedule)
+    plain = float(without.seconds.mean()) + prefill_s
+    generate, draft = float(with_drafts.seconds.mean()) + prefill_s, float(with_drafts.draft_seconds.mean())
     plain_step = plain + sync_s + rest_s
     share, overhead = plain / plain_step, (train_drafter_s + publish_drafter_s) / plain_step
     parts = {

@@ -23,6 +23,7 @@ from draftkit.console import say
 from draftkit.data.data_recipe import load_data_recipe
 from draftkit.data.rollouts import save_step
 from draftkit.errors import Interrupted, RunFailed
+from draftkit.evals.drain import Requests, Schedule, constant
 from draftkit.models import load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.rl import finish, resume, start
@@ -50,13 +51,14 @@ from draftkit.rl.rollout import acceptance_by_turn, collect, document
 from draftkit.rl.start import Actors, cotrains
 from draftkit.rl.template import ChatTemplate
 from draftkit.rl.trigger import Decision, Observation, Trigger
+from draftkit.rl.tuner import Tuner
 from draftkit.rl.view import View
 from draftkit.rl.warmup import warm_up
 from draftkit.rl.world import World
 from draftkit.run import Interrupt, RunDir
 from draftkit.track import Trackers
 from draftkit.train.evaluate import TeacherView
-from draftkit.types import EngineStep, Prompt, Trajectory
+from draftkit.types import EngineStep, Prompt, SpecCounters, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,14 +68,19 @@ FATAL_CANARIES = 2  # in a row without the policy's own weights in the engine: i
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """One step's rollouts of this rank. k: draft length, 0 without speculation; generate_s: in the engine."""
+    """One step's rollouts of this rank. schedule: draft length by requests running; generate_s: in the engine."""
 
     step: int
     trajectories: list[Trajectory]
-    k: int
+    schedule: Schedule
     generate_s: float
     reward_s: float
     engine_steps: list[EngineStep]
+
+    @property
+    def k(self) -> int:
+        """Longest drafts, 0 without speculation."""
+        return max(k for _, _, k in self.schedule)
 
 
 def run(recipe: Recipe, run: RunDir) -> dict[str, Any]:
@@ -131,6 +138,8 @@ class Loop:
         self.trigger = Trigger.new(recipe.cotrain)
         self.monitor = Monitor(recipe.rl.steps, absolute=recipe.rl.lag == 0)
         self.account = Account(recipe)
+        spec, slots = recipe.spec, recipe.engine.max_num_seqs
+        self.tuner = Tuner(spec.k, slots, spec.explore, recipe.rl.steps) if spec.adapt else None
         self.done, self.asked = 0, 0  # steps trained; steps whose rollouts were asked for
         self.speculate = recipe.spec.method != "none"
         self.strange = 0  # canaries in a row that did not find the policy in the engine
@@ -228,7 +237,9 @@ class Loop:
             "policy_version": trajectories[0].policy_version if trajectories else actors.publisher.policy_version,
             "draft_version": trajectories[0].draft_version if trajectories else actors.publisher.draft_version,
             "k": rolled.k,
-            **self.account.step(number, everybody, seconds, rolled.k),
+            "schedule": rolled.schedule,
+            **self.account.step(number, everybody, seconds, rolled.schedule),
+            "tuning": self._tune(number, everybody),
             "dropped_groups": dropped,
             "policy": policy_row,
             "drafter": drafter_row,
@@ -250,7 +261,7 @@ class Loop:
     def _roll(self, step: int, prompts: Sequence[Prompt], first_group: int) -> Rolled:
         """In the engine's turn of the pipeline."""
         engine, publisher = self.actors.engine, self.actors.publisher
-        k = self._draft_length(step)
+        schedule = self._set_drafts(step)
         engine.step_log()
         numbered = self.world.share(list(enumerate(prompts, first_group)))
         clock = self.clock if not self.pipeline.overlapped else StepClock()
@@ -263,27 +274,48 @@ class Loop:
                 self.recipe,
                 policy_version=publisher.policy_version,
                 draft_version=publisher.draft_version,
-                k=k,
+                k=max(k for _, _, k in schedule),
                 seed=self.recipe.rl.seed,
                 step=step,
                 first_group=numbered[0][0] if numbered else first_group,
             )
-        return Rolled(step, collected.trajectories, k, collected.generate_s, collected.reward_s, engine.step_log())
+        took = (collected.generate_s, collected.reward_s)
+        return Rolled(step, collected.trajectories, schedule, *took, engine.step_log())
 
-    def _draft_length(self, step: int) -> int:
-        """Set the engine's and return it: 0 for a probe step and while the drafter is not accepted."""
-        spec, every = self.recipe.spec, self.recipe.rl.probe_every
+    def _set_drafts(self, step: int) -> Schedule:
+        """Set the engine's draft lengths and return them: no drafts in a probe step or while none are accepted."""
+        spec, every, engine = self.recipe.spec, self.recipe.rl.probe_every, self.actors.engine
+        slots = self.recipe.engine.max_num_seqs
         if spec.method == "none":
-            return 0
+            return constant(0, slots)
         probe = every > 0 and step % every == 1 % every
         if probe or not self.speculate:
-            self.actors.engine.set_k(0)
-            return 0
-        if spec.schedule is not None:
-            self.actors.engine.set_schedule(spec.schedule)
+            engine.set_k(0)
+            return constant(0, slots)
+        if self.tuner is not None:
+            schedule = self.tuner.upcoming
         else:
-            self.actors.engine.set_k(spec.k)
-        return spec.k
+            schedule = [list(row) for row in spec.schedule or constant(spec.k, slots)]
+        lengths = {k for _, _, k in schedule}
+        if len(lengths) == 1:
+            engine.set_k(lengths.pop())  # where that is 0 the drafter need not keep its cache in step
+        else:
+            engine.set_schedule(schedule)
+        return schedule
+
+    def _tune(self, number: int, everybody: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """Let the tuner learn from this step; all ranks go by the main one's engine, so that they agree."""
+        if self.tuner is None:
+            return None
+        mine, slots = everybody[0], self.recipe.engine.max_num_seqs
+        return self.tuner.observe(
+            number,
+            Requests(tuple(mine["prompts"]), tuple(mine["lengths"]), slots),
+            mine["engine_steps"],
+            sum((counters for one in everybody for counters in one["turns"]), SpecCounters()),
+            self.account.cost(),
+            self.account.engine_steps,
+        )
 
     def _take(self) -> Rolled:
         if not self.pipeline.overlapped:
@@ -401,7 +433,7 @@ class Loop:
         """Mean reward of one greedy answer to each held-out prompt."""
 
         def answer() -> list[float]:
-            self._draft_length(number)
+            self._set_drafts(number)
             collected = collect(
                 self.actors.engine,
                 self.world.share(self.heldout),
@@ -459,6 +491,7 @@ class Loop:
         return {
             "rewards": [t.reward for t in rolled.trajectories],
             "lengths": tokens,
+            "prompts": [t.mask.index(True) if any(t.mask) else len(t.mask) for t in rolled.trajectories],
             "truncated": sum(t.truncated for t in rolled.trajectories),
             "entropy": sum(h * n for h, n in zip(entropy, tokens, strict=True)),
             "turns": acceptance_by_turn(rolled.trajectories),

@@ -49,6 +49,7 @@ def _state(loop: Loop) -> dict[str, Any]:
         "trigger": loop.trigger.state(),
         "monitor": loop.monitor.state(),
         "account": loop.account.state(),
+        "tuner": None if loop.tuner is None else loop.tuner.state(),
     }
 
 
@@ -69,6 +70,8 @@ def load(loop: Loop) -> bool:
     loop.trigger.load(state["trigger"])
     loop.monitor.restore(state["monitor"])
     loop.account.load(state["account"])
+    if loop.tuner is not None:
+        loop.tuner.load(state["tuner"])
     for batch in json.loads((newest / f"waiting-{loop.world.rank}.json").read_text()):
         loop.pipeline.keep(_rolled(batch))
     return True
@@ -87,7 +90,9 @@ def _rolled(raw: dict[str, Any]) -> Rolled:
 
 
 def _trajectory(raw: dict[str, Any]) -> Trajectory:
-    turns = tuple(Turn(**t | {"spec": None if t["spec"] is None else _counters(t["spec"])}) for t in raw["turns"])
+    turns = tuple(
+        Turn(**t | {"spec": None if t["spec"] is None else SpecCounters.read(t["spec"])}) for t in raw["turns"]
+    )
     return Trajectory(
         **raw
         | {
@@ -97,7 +102,3 @@ def _trajectory(raw: dict[str, Any]) -> Trajectory:
             "turns": turns,
         }
     )
-
-
-def _counters(raw: dict[str, Any]) -> SpecCounters:
-    return SpecCounters(**raw | {"accepted_per_pos": tuple(raw["accepted_per_pos"])})

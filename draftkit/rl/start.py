@@ -61,6 +61,9 @@ def check(recipe: Recipe) -> None:
         )
     if recipe.sampling.temperature == 0:
         raise UserError("sampling.temperature (0): greedy responses of a group are all the same.", "For example 1.0.")
+    if spec.adapt and (spec.schedule is not None or method == "none"):
+        other = "spec.method none" if spec.schedule is None else "spec.schedule"
+        raise UserError(f"spec.adapt finds a schedule, and {other} leaves it none to find.", "Give one of the two.")
     if spec.schedule is not None and any(k > spec.k for _, _, k in spec.schedule):
         raise UserError(
             f"spec.schedule asks for more drafts than spec.k ({spec.k}).", "Raise spec.k to its largest entry."
