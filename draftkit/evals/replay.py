@@ -193,8 +193,8 @@ def warm_up(recipe: Recipe, engines: tuple[Engine, Engine], batch: Batch, arms: 
             engine_of(engines, schedule).generate([list(prompt) for prompt in batch.prompts], sampling)
 
 
-def measure(recipe: Recipe, engine: Engine, batch: Batch) -> Row:
-    """The batch answered by one arm, to its recorded lengths."""
+def measure(recipe: Recipe, engine: Engine, batch: Batch, slots: int | None = None) -> Row:
+    """The batch answered by one arm, to its recorded lengths; slots: most requests at once, by default the engine's."""
     own = recipe.sampling
     samplings = [
         Sampling(own.temperature, own.top_p, own.top_k, max_tokens=length, min_tokens=length)
@@ -202,7 +202,7 @@ def measure(recipe: Recipe, engine: Engine, batch: Batch) -> Row:
     ]
     engine.step_log()
     start = time.perf_counter()
-    answers = engine.generate([list(prompt) for prompt in batch.prompts], samplings)
+    answers = engine.generate([list(prompt) for prompt in batch.prompts], samplings, max_concurrency=slots)
     wall_s, steps = time.perf_counter() - start, engine.step_log()
     return {
         "wall_s": wall_s,
