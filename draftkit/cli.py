@@ -401,6 +401,9 @@ def eval_acceptance(
         Path | None,
         typer.Option(help="An rl or prepare run: time its rollouts as they drained, with each k and a schedule."),
     ] = None,
+    matrix: Annotated[
+        Path | None, typer.Option(help="An rl run with snapshots: every drafter version against every policy version.")
+    ] = None,
     out: Out = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -418,9 +421,17 @@ def eval_acceptance(
         "eval.temperatures": _numbers("--temperature", temperature, float),
         "eval.repeats": repeats,
     }
-    if replay is not None and recipe == QUICKSTART and (replay / "recipe.yaml").is_file():
-        recipe = str(replay / "recipe.yaml")  # sampled as it was, in the engine it was sampled in
+    source = replay or matrix
+    if source is not None and recipe == QUICKSTART and (source / "recipe.yaml").is_file():
+        recipe = str(source / "recipe.yaml")  # sampled as it was, in the engine it was sampled in
     stage = _stage("eval-acceptance", recipe, overrides, flags, out)
+    if matrix is not None:
+        others = {"replay": replay, "corpus": corpus, "drafter": drafter, "model": model}
+        if given := next((name for name, value in others.items() if value is not None), None):
+            raise UserError(f"--matrix and --{given}: a matrix takes all from the run.", f"Leave --{given} out.")
+        stage.out = out or stage.default_out.with_name(f"{stage.recipe.name}-matrix")
+        _matrix(stage, matrix, _mode(dry_run, print_config, resume, overwrite))
+        return
     if replay is not None:
         stage.out = out or stage.default_out.with_name(f"{stage.recipe.name}-replay")
         _replay(stage, replay, corpus, drafter, model is not None, _mode(dry_run, print_config, resume, overwrite))
@@ -469,6 +480,24 @@ def _replay(
         replay.check(recipe, source, batches, max(recipe.eval.k))
         lines = [f"{b.name}: {len(b.lengths)} requests, {sum(b.lengths)} tokens" for b in batches]
         return [_check_model(recipe), _check_drafter(recipe, drafter), *lines]
+
+    _go(stage, work, check, lambda results: f"cat {stage.out / 'README.md'}", **mode)
+
+
+def _matrix(stage: Stage, source: Path, mode: dict[str, bool]) -> None:
+    stage.inputs = {"matrix": str(source)}
+
+    def work(run: RunDir) -> dict[str, Any]:
+        from draftkit.rl import matrix
+
+        return matrix.run(stage.recipe, run, source=source)
+
+    def check() -> list[str]:
+        from draftkit.rl import snapshots
+
+        found = snapshots.read(source)
+        drafters = sum(s.drafter is not None for s in found)
+        return [f"{len(found)} policies x {drafters} drafters, steps {', '.join(str(s.step) for s in found)}"]
 
     _go(stage, work, check, lambda results: f"cat {stage.out / 'README.md'}", **mode)
 

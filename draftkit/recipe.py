@@ -187,6 +187,7 @@ class RLSection(Section):
     probe_every: int = Field(10, ge=0)  # every so many steps roll out without speculation, to compare; 0: never
     save_every: int = Field(10, gt=0)
     keep: int = Field(2, ge=1)
+    snapshot_every: int = Field(0, ge=0)  # steps between plain copies of policy and drafter that are kept; 0: none
     keep_rollouts: int = Field(4, ge=0)  # steps whose responses stay on disk, for `eval-acceptance --replay`
     track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     seed: int = 0

@@ -2,9 +2,9 @@
 
     python scripts/bench_replay.py --corpus outputs/demo/prepare --drafter outputs/demo/train-drafter/drafter
 
-Fit: k 0 1 3 5 at 1, 4 and 16 requests, answers of 32 to 64 tokens. Held out: k 2 and 4 at 2 and 8 requests, k 0 and 3 at
-24, each with three other distributions of answer lengths. One process, two engines, cells in turns; the fit never sees a
-held-out cell. Prints every cell with its error, the median, and writes them with --json. Sampling: the rollout's own.
+Fit: k 0 1 3 5 at 1, 4 and 16 requests, answers of 32 to 64 tokens. Held out: k 2 and 4 at 2 and 8 requests, k 0 and 3
+at 24, each with three other distributions of answer lengths. One process, two engines, cells in turns; the fit never
+sees a held-out cell. Prints every cell with its error and the median; --json keeps them.
 """
 
 from __future__ import annotations

@@ -104,6 +104,40 @@ def test_a_run_speculates_learns_and_leaves_what_others_read(
 
 
 @pytest.mark.engine
+def test_a_run_finds_its_schedule_and_is_replayed_and_measured_by_version(
+    draftkit: Command, words: list[str], tmp_path: Path
+) -> None:
+    more = ["spec.adapt=true", "spec.explore=1.0", "rl.snapshot_every=2", "rl.probe_every=0", "rl.keep_rollouts=2"]
+    done = draftkit(*words, *more, "--steps", "6", "--k", "2", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    _, *rows = rows_of(tmp_path / "run")
+    assert rows[0]["k"] == 0 and rows[0]["tuning"]["why"] == "to learn what drafts cost and how many are accepted"
+    assert rows[0]["tuning"]["schedule"] == rows[1]["schedule"] == [[1, 1, 2], [2, 8, 0]]
+    assert all(row["tuning"]["why"] for row in rows) and rows[-1]["tuning"]["allowance_s"] > 0
+    assert rows[-1]["tuning"]["survival"][0] is not None
+
+    replay = ["eval-acceptance", "--replay", "run", "--repeats", "2", "--k", "0,2", "eval.batches=2"]
+    done = draftkit(*replay, "--out", "replay")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "replay" / "results.json").read_text())
+    kept = [row for row in rows if row["step"] in (5, 6)]
+    assert [b["tokens"] for b in found["batches"]] == [row["response_tokens"] for row in kept]
+    assert [arm["arm"] for arm in found["arms"]] == ["k=0", "k=2", "schedule"]
+    assert all(arm["rollout_s"] > 0 and arm["predicted_s"] > 0 for arm in found["arms"])
+    measured = [r for r in rows_of(tmp_path / "replay") if r["event"] == "measured"]
+    lengths = {(r["batch"], tuple(q["tokens"] for q in r["requests"])) for r in measured}
+    assert len(lengths) == 2  # every arm wrote the recorded lengths
+
+    done = draftkit("eval-acceptance", "--matrix", "run", "--out", "matrix", "eval.prompts=2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "matrix" / "results.json").read_text())
+    assert [(c["policy"], c["drafter"]) for c in found["cells"]] == [(p, d) for p in (2, 4, 6) for d in (2, 4, 6)]
+    assert all(c["acceptance_length"] >= 1 for c in found["cells"])
+    assert [s["lag"] for s in found["staleness"]] == [0, 2, 4] and found["staleness"][0]["kept"] == 1
+    assert (tmp_path / "matrix" / "matrix.png").stat().st_size > 10_000
+
+
+@pytest.mark.engine
 def test_an_interrupted_run_resumes_to_the_same_policy_and_drafter(
     draftkit: Command, words: list[str], tmp_path: Path
 ) -> None:

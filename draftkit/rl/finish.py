@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.console import table
-from draftkit.drafters.layouts import head_of, write
-from draftkit.models import fingerprint
 from draftkit.recipe import Recipe
 from draftkit.rl.account import Account
+from draftkit.rl.snapshots import save_models
 from draftkit.rl.start import Actors
 from draftkit.rl.world import World
 from draftkit.run import RunDir, atomic_write
@@ -28,13 +27,9 @@ PARTS = ("generate", "reward", "logprob", "train_policy", "train_drafter", "publ
 
 
 def finish(recipe: Recipe, run: RunDir, world: World, actors: Actors, account: Account, model: Path) -> dict[str, Any]:
-    actors.policy.save(run.path / "policy")
+    save_models(run.path, recipe, world, actors)
     if not world.is_main:
         return {}
-    if actors.drafter is not None:
-        readme = drafter_card(recipe, actors.publisher.draft_version, run.path / "policy")
-        prints = fingerprint(run.path / "policy")
-        write(head_of(actors.drafter), run.path / "drafter", "vllm", prints, readme=readme)
     rows = [row for row in run.read_metrics() if row.get("step")]
     first = next((row["eval_reward"] for row in run.read_metrics() if row.get("step") == 0), None)
     results = summary(recipe, rows, first)
@@ -112,17 +107,6 @@ def show(results: dict[str, Any]) -> None:
     if rows:
         counts = f"{realised['num_speculative']} speculative steps against {realised['num_plain']} plain ones"
         table("speedup by speculation", ["", "predicted", "realised (95 %)"], rows, caption=counts)
-
-
-def drafter_card(recipe: Recipe, version: int, policy: Path) -> str:
-    return f"""# EAGLE-3 drafter, trained along with a policy
-
-By `draftkit rl` ({recipe.name}), on rollouts of `{recipe.data.recipe}` prompts at temperature
-{recipe.sampling.temperature:g}; version {version}. It drafts for the policy beside it ({policy.name}/).
-
-Serve: `--speculative-config '{{"method": "eagle3", "model": "<this directory>",
-"num_speculative_tokens": {recipe.spec.k}, "draft_sample_method": "{recipe.spec.draft_sample_method}"}}'`
-"""
 
 
 def readme_of(recipe: Recipe, results: dict[str, Any], run: RunDir) -> str:

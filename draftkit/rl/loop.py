@@ -26,7 +26,7 @@ from draftkit.errors import Interrupted, RunFailed
 from draftkit.evals.drain import Requests, Schedule, constant
 from draftkit.models import load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
-from draftkit.rl import finish, resume, start
+from draftkit.rl import finish, resume, snapshots, start
 from draftkit.rl.account import Account
 from draftkit.rl.canary import CanaryRecord
 from draftkit.rl.directions import direction_sums
@@ -222,6 +222,9 @@ class Loop:
         # ---- publish, canary ----
         with clock("publish"):
             self._publish(policy=policy_row is not None, drafter=drafter_row is not None)
+
+        if recipe.rl.snapshot_every and number % recipe.rl.snapshot_every == 0:
+            snapshots.save(self.run.path, number, recipe, self.world, actors)
 
         # ---- evaluation ----
         eval_reward = None
