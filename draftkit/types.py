@@ -202,11 +202,12 @@ class Trajectory:
 class Document:
     """One rollout as the drafter sees it: prompt and response in one sequence of T tokens.
 
-    mask[t] is True where token t is supervised (sampled by the verifier).
+    mask[t] is True where token t is supervised (sampled by the verifier). task: the family of its prompt.
     """
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,3 +302,7 @@ def test_a_wrong_layer_is_named(verifiers, layout, sabotage: Callable, cause, tm
     with pytest.raises(RunFailed, match="not the trained one") as caught:
         parity(tmp_path / "drafter", drafter, verifiers[layout])
     assert cause in caught.value.hint
+
+
+def test_a_mimo_keeps_its_own_layout_and_the_others_get_the_nearest():
+    assert [mtp.layout_for(name) for name in ("mimo", "qwen2", "qwen3", "llama")] == ["mimo", "mimo", "eagle", "eagle"]

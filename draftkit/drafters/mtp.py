@@ -36,7 +36,7 @@ from draftkit.drafters.recurrent import Recurrent
 from draftkit.errors import UserError
 from draftkit.types import DraftBatch
 
-MIMO_TYPES = {"qwen2"}  # verifiers (model_type) that vLLM also runs as MiMoForCausalLM
+MIMO_TYPES = {"qwen2", "mimo"}  # verifiers (model_type) that vLLM also runs as MiMoForCausalLM
 PREFIX = FAMILIES["mimo"].block.format(i=0)  # of the layer's own tensors, too
 
 

@@ -14,7 +14,7 @@ from draftkit.types import Document, Generation, Rollout
 def document(rollout: Rollout | Generation, seq_len: int) -> Document:
     tokens = (*rollout.prompt_ids, *rollout.response_ids)
     mask = (False,) * len(rollout.prompt_ids) + (True,) * len(rollout.response_ids)
-    return Document(tokens[:seq_len], mask[:seq_len])
+    return Document(tokens[:seq_len], mask[:seq_len], getattr(rollout, "task", ""))
 
 
 def documents(corpus: Corpus, split: str, seq_len: int, temperatures: set[float]) -> list[Document]:

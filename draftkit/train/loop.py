@@ -29,7 +29,7 @@ from draftkit.errors import Interrupted, RunFailed
 from draftkit.models import ModelFacts, fingerprint, load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir
-from draftkit.train import checkpoint, optim
+from draftkit.train import checkpoint, optim, where
 from draftkit.train.documents import documents, token_counts
 from draftkit.train.evaluate import TeacherView, evaluate, summarise
 from draftkit.train.parity import check_parity
@@ -120,6 +120,8 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     results["heldout"] = evaluate(drafter, teacher, held_states, recipe)
     if greedy_states is not None:
         results["heldout_greedy"] = evaluate(drafter, teacher, greedy_states, recipe)
+    results["where"] = where.where(drafter, teacher, verifier, held_states, recipe.train.tokens_per_batch, tokenizer)
+    where.write(results["where"], run.path)
     directory = run.path / "drafter"
     export(drafter, directory, path, prints, {"recipe": recipe.model_dump(mode="json"), "heldout": results["heldout"]})
     if recipe.train.parity:
