@@ -160,3 +160,24 @@ def test_write_leaves_a_plot_and_a_readme(results, tmp_path):
     report.write(results, tmp_path)
     assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")
     assert "| slower |" in (tmp_path / "README.md").read_text()
+
+
+# --- what holds a cell back -------------------------------------------------------------------------------------
+
+
+def test_a_weak_drafter_and_a_k_that_nothing_could_pay_are_told_apart():
+    assert speed_model.limit(3, cost=3.5, speedup=0.6) == "drafter"  # 4 tokens a round would be 1.14x
+    assert speed_model.limit(3, cost=4.0, speedup=0.6) == "k"
+    assert speed_model.limit(3, cost=1.5, speedup=1.2) is None
+
+
+def test_slower_cells_are_explained(results):
+    assert report.limits_text(results) == ""  # a results.json from before has no limits
+    cells = [c | {"perfect_speedup": (c["k"] + 1) / c["round_cost"], "limit": None} for c in results["cells"]]
+    [slow] = [c for c in cells if c["verdict"] == "slower" and c["temperature"] == 1.0]
+    slow |= {"limit": "drafter", "perfect_speedup": 1.7}
+    text = report.limits_text(results | {"cells": cells})
+    assert text == "Drafter too weak: k = 3 at 16; always accepted, it would reach 1.70x (k = 3 at 16)."
+    slow |= {"limit": "k"}
+    text = report.limits_text(results | {"cells": cells})
+    assert text == "k too large, even for a drafter that is always accepted: k = 3 at 16."

@@ -35,6 +35,8 @@ from typing import Any
 
 import numpy as np
 
+from draftkit.evals.speed_model import limit
+
 LEVEL = 0.95
 BOOTSTRAP_DRAWS = 4000
 
@@ -196,7 +198,7 @@ def _cell(rows: list[Row], measured: dict[tuple, Row], seed: int) -> Row:
     pairs = [(row, measured.get((temperature, concurrency, 0, row["repeat"], row["block"]))) for row in rows]
     pairs = [pair for pair in pairs if pair[1]]
     cell |= speed(pairs, cell["acceptance_length"], np.log(draws), num_prompts, baseline=k == 0)
-    return cell | _split_cost(rows, cell["round_cost"])
+    return cell | _limits(cell) | _split_cost(rows, cell["round_cost"])
 
 
 def speed(
@@ -224,6 +226,14 @@ def speed(
         "num_pairs": len(pairs),
         "verdict": verdict(interval),
     }
+
+
+def _limits(cell: Row) -> Row:
+    """The speedup of a drafter that is always accepted, and what holds a slower cell back."""
+    k, cost, found = cell["k"], cell["round_cost"], cell["speedup"]
+    if not k or cost is None:
+        return {"perfect_speedup": None, "limit": None}
+    return {"perfect_speedup": (k + 1) / cost, "limit": limit(k, cost, found)}
 
 
 def _split_cost(rows: list[Row], cost: float | None) -> Row:

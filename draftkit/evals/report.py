@@ -68,6 +68,8 @@ def show(results: dict[str, Any]) -> None:
         console.table(title, [COLUMNS[place] for place in shown], rows)
     more = "" if wide else f" Also in README.md: {', '.join(WIDE_ONLY)}."
     console.closing(LEGEND + more, escape(schedule_text(results)))
+    if limits := limits_text(results):
+        console.closing(escape(limits))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -105,6 +107,25 @@ def schedule_text(results: dict[str, Any]) -> str:
     return f"Recommended for vLLM{served} at T = {results['temperature']:g}: speculative_config={shown}{note}"
 
 
+def limits_text(results: dict[str, Any]) -> str:
+    """Why slower cells of the rollout temperature are slower: no drafter could help, or this one does not fit enough.
+    Empty where none is slower."""
+    slower = [c for c in cells_at(results, results["temperature"]) if c["k"] and c["verdict"] == "slower"]
+    shown = lambda cells: ", ".join(f"k = {c['k']} at {c['concurrency']}" for c in cells)  # noqa: E731
+    hopeless = [c for c in slower if c.get("limit") == "k"]
+    weak = [c for c in slower if c.get("limit") == "drafter"]
+    lines = []
+    if hopeless:
+        lines.append(f"k too large, even for a drafter that is always accepted: {shown(hopeless)}.")
+    if weak:
+        best = max(weak, key=lambda c: c["perfect_speedup"])
+        lines.append(
+            f"Drafter too weak: {shown(weak)}; always accepted, it would reach {best['perfect_speedup']:.2f}x "
+            f"(k = {best['k']} at {best['concurrency']})."
+        )
+    return " ".join(lines)
+
+
 def headline(results: dict[str, Any]) -> str:
     """The number that matters: the fastest cell at the rollout temperature, with its interval."""
     measured = [c for c in cells_at(results, results["temperature"]) if c["k"] and c["speedup"] is not None]
@@ -124,11 +145,10 @@ def headline(results: dict[str, Any]) -> str:
 def write(results: dict[str, Any], folder: Path) -> None:
     """Plot and README; results.json is the run's own, written last."""
     atomic_write(folder / PLOT, plot(results))
-    atomic_write(
-        folder / "README.md",
-        f"# Acceptance and speed: {results['method']} on {results['verifier']}\n\n{headline(results)}\n\n"
-        f"{markdown(results)}\n{schedule_text(results)}\n\n![Acceptance length and speedup against k]({PLOT})\n",
-    )
+    parts = [f"# Acceptance and speed: {results['method']} on {results['verifier']}", headline(results)]
+    parts += [markdown(results).rstrip(), schedule_text(results), limits_text(results)]
+    parts.append(f"![Acceptance length and speedup against k]({PLOT})")
+    atomic_write(folder / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 
 
 def plot(results: dict[str, Any]) -> bytes:

@@ -41,6 +41,14 @@ def modelled_round_cost(k: int, *, plain_s: float, verify_s: float, draft_s: flo
     return (verify_s + k * draft_s + overhead_s) / plain_s
 
 
+def limit(k: int, cost: float, speedup: float) -> str | None:
+    """What holds back a cell that is not faster than plain decoding: "k", when even a drafter that is always accepted
+    would lose there ((k + 1) / c <= 1), else "drafter". None for a cell that is faster."""
+    if speedup > 1:
+        return None
+    return "k" if (k + 1) / cost <= 1 else "drafter"
+
+
 # --- from a round to a whole step -------------------------------------------------------------------------------
 
 
