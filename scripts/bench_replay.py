@@ -77,7 +77,8 @@ def main() -> None:
     rows = compared(fitted, judged, held)
     show(rows)
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n")
+        raw = {"fit": fitted, "held_out": [row | {"cell": key} for key, found in judged.items() for row in found]}
+        given.json.write_text(json.dumps({"rows": rows, "measured": raw}) + "\n")
 
 
 def measured(

@@ -132,7 +132,7 @@ COST = dict(rest_s=50.0, train_drafter_s=6.0, publish_drafter_s=1.0)
 
 def test_a_forecast_is_draining_and_amdahl():
     made = forecast(cost=MODEL, schedule=constant(3, 16), **BATCH, **COST)
-    bare = replace(MODEL, prompt=(0.0, 0.0))
+    bare = replace(MODEL, prompt=(0.0, 0.0, 0.0))
     plain = drained(BATCH["batch"], [], bare, constant(0, 16)).seconds.mean() + 5
     both = drained(BATCH["batch"], SURVIVAL, bare, constant(3, 16))
     generate = both.seconds.mean() + 5

@@ -49,6 +49,19 @@ def test_noise_of_a_tenth_leaves_errors_of_a_few_percent():
     assert np.median(errors) < 0.03 and max(errors) < 0.08
 
 
+def test_a_heavy_tail_of_slow_steps_does_not_pull_the_fit_below_the_mean():
+    """Batches pay for slow steps too: what adds up is the mean, not the typical step."""
+    rng, steps = random.Random(5), []
+    for k in (0, 1, 3):
+        for n in range(1, 33):
+            seconds, draft = law(n, k)
+            slow = 2.0 if rng.random() < 0.2 else 1.0
+            steps.append(EngineStep(n, k, n, seconds * slow, draft * slow, 0, 0))
+    made = StepCost.fit(cells_of(steps))
+    predicted = sum(float(made.step(s.running, s.k)) for s in steps)
+    assert predicted == pytest.approx(sum(s.seconds for s in steps), rel=0.03)
+
+
 def test_more_work_never_costs_less():
     made = StepCost.fit(cells_of(measured([0, 2, 5], [1, 3, 9, 20], 0.3, seed=3)))
     sizes = np.arange(1, 80)
@@ -63,6 +76,11 @@ def test_a_prompt_costs_what_its_steps_took_longer():
     steps += [EngineStep(4, 0, 4, law(4, 0)[0] + 0.01 + 1e-4 * t, 0.0, t, 0) for t in (50, 100, 400) for _ in range(5)]
     made = StepCost.fit(cells_of(steps))
     assert float(made.prompt_s(200)) == pytest.approx(0.03, rel=0.05) and float(made.prompt_s(0)) == 0
+    drafted = lambda t: law(4, 3)[0] + 0.01 + 3e-4 * t  # noqa: E731
+    steps += [EngineStep(4, 3, 4, drafted(t), law(4, 3)[1], t, 0) for t in (50, 100, 400) for _ in range(5)]
+    made = StepCost.fit(cells_of(steps))
+    assert float(made.prompt_s(200)) == pytest.approx(0.03, rel=0.1)
+    assert float(made.prompt_s(200, drafts=True)) == pytest.approx(0.07, rel=0.1)
 
 
 def test_cells_survive_json_and_hold_every_second():

@@ -79,7 +79,7 @@ def drained(
         new = active & ~read
         context = np.where(active & read, prompts + done, 0).sum(1)
         seconds = cost.step(np.maximum(running, 1), k, context, drafts=np.full(draws, always))
-        seconds += cost.prompt_s(np.where(new, prompts, 0).sum(1))
+        seconds += cost.prompt_s(np.where(new, prompts, 0).sum(1), drafts=always)
         total += np.where(running > 0, seconds, 0.0)
         if always:
             drafter += np.where(running > 0, cost.draft(np.maximum(running, 1), k), 0.0)

@@ -2,21 +2,22 @@
 
     T(n, k, C) = V(n (k + 1)) + [k > 0] (r0 + r1 n) + a C + D(n, k)
     D(n, k)    = e0 + e1 n (k + 1) + (max(k, 1) - 1) (d0 + d1 n)       where the drafter runs, else 0
-    P(t)       = p0 + p1 t                                             more, in a step that reads t tokens of prompts
+    P(t)       = p0 + p1 t, and p2 t for the drafter          more, in a step that reads t tokens of prompts
 
 V is the verifier's forward: rising, and linear between knots at powers of two, because it is flat while memory binds
 and climbs where arithmetic does, at a border that only measurement knows. r: rejection sampling. D: a first pass over
-what was accepted, then one pass a further draft. All coefficients are >= 0 (non-negative least squares on relative
-errors), so that no prediction falls when work is added. It predicts k and n that were not measured: V is shared by
-all k, since n (k + 1) tokens cost the same whoever drafted them.
+what was accepted, then one pass a further draft. All coefficients are >= 0 (non-negative least squares), so that no
+prediction falls when work is added, and errors are relative to the prediction: relative to what was measured, slow
+steps would count less than fast ones, and the fit would lie below their mean. It predicts k and n that were not
+measured: V is shared by all k, since n (k + 1) tokens cost the same whoever drafted them.
 
 Left out: CUDA graph sizes, which make V a staircase; the spread of a step's time. Source: measures.md (c), formula 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -24,6 +25,7 @@ from scipy.optimize import nnls
 from draftkit.types import EngineStep
 
 HEAVIEST = 50  # steps of one kind that still sharpen the fit: more of them only repeat its mean
+REWEIGHTED = 4  # fits, each weighted by the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class StepCost:
     reject: tuple[float, float]
     context: float
     drafter: tuple[float, float, float, float]  # e0, e1, d0, d1
-    prompt: tuple[float, float]
+    prompt: tuple[float, float, float]
     seen: tuple[int, int]  # most requests and most drafts measured: what lies beyond is extrapolated
     knows_plain: bool
     knows_drafts: bool
@@ -99,7 +101,7 @@ class StepCost:
             reject=(verify[width], verify[width + 1]),
             context=verify[width + 2],
             drafter=drafter if drafting else (0.0,) * 4,
-            prompt=(0.0, 0.0),
+            prompt=(0.0, 0.0, 0.0),
             seen=(max(c.running for c in decoding), max(c.k for c in decoding)),
             knows_plain=any(c.k == 0 for c in decoding),
             knows_drafts=bool(drafting) or any(c.k for c in decoding),
@@ -110,7 +112,8 @@ class StepCost:
         if not cells:
             return self
         extra = lambda c: max(0.0, c.seconds - c.count * self._decoding(c))  # noqa: E731
-        return StepCost(**vars(self) | {"prompt": _solve([(1.0, c.prompt) for c in cells], cells, extra)})
+        terms = [(1.0, c.prompt, c.prompt * c.drafted) for c in cells]
+        return replace(self, prompt=_solve(terms, cells, extra))
 
     def _decoding(self, cell: StepCell) -> float:
         return float(self.step(cell.running, cell.k, cell.context / cell.count, drafts=cell.drafted))
@@ -134,9 +137,10 @@ class StepCost:
         runs = np.asarray(k) > 0 if drafts is None else drafts
         return _verify_terms(n, k, context, self.knots).T @ weights + np.where(runs, self.draft(n, k), 0.0)
 
-    def prompt_s(self, tokens: np.ndarray | float) -> np.ndarray:
-        """Seconds that a step takes longer for `tokens` of prompts in it."""
-        return np.where(np.asarray(tokens) > 0, self.prompt[0] + self.prompt[1] * np.asarray(tokens), 0.0)
+    def prompt_s(self, tokens: np.ndarray | float, *, drafts: bool = False) -> np.ndarray:
+        """Seconds that a step takes longer for `tokens` of prompts in it; drafts: the drafter reads them too."""
+        each = self.prompt[1] + (self.prompt[2] if drafts else 0.0)
+        return np.where(np.asarray(tokens) > 0, self.prompt[0] + each * np.asarray(tokens), 0.0)
 
     def round_cost(self, n: float, k: int, context: float = 0.0) -> float:
         """c(k, n): a round in plain steps of as many requests. context: tokens in the cache of each."""
@@ -157,17 +161,22 @@ def _draft_terms(n, k) -> np.ndarray:
     return np.array([np.ones_like(n), n * (k + 1), more, more * n])
 
 
-def _solve(terms: Sequence, cells: Sequence[StepCell], seconds) -> tuple[float, ...]:
-    """Coefficients >= 0 that fit the mean `seconds` of each cell: relative errors, the more steps the more weight."""
+def _solve(terms: Sequence, cells: Sequence[StepCell], seconds: Callable[[StepCell], float]) -> tuple[float, ...]:
+    """Coefficients >= 0 that fit the mean `seconds` of each cell: errors relative to the prediction, the more steps the
+    more weight."""
     if not cells:
         return ()
     means = np.array([max(seconds(c), 0.0) / c.count for c in cells])
-    weights = np.sqrt([min(c.count, HEAVIEST) for c in cells]) / np.maximum(means, 0.1 * np.median(means) + 1e-12)
+    counts = np.sqrt([min(c.count, HEAVIEST) for c in cells])
     table = np.array([np.asarray(row, dtype=float) for row in terms])
-    scale = np.abs(table * weights[:, None]).max(0)
-    scale[scale == 0] = 1.0
-    found, _ = nnls(table * weights[:, None] / scale, means * weights)
-    return tuple(float(x) for x in found / scale)
+    least, predicted = 0.1 * np.median(means) + 1e-12, means
+    for _ in range(REWEIGHTED):
+        weights = counts / np.maximum(predicted, least)
+        scale = np.abs(table * weights[:, None]).max(0)
+        scale[scale == 0] = 1.0
+        found = nnls(table * weights[:, None] / scale, means * weights)[0] / scale
+        predicted = table @ found
+    return tuple(float(x) for x in found)
 
 
 # --- how far to trust it ----------------------------------------------------------------------------------------

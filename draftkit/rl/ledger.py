@@ -127,7 +127,7 @@ def forecast(
     drafts = any(k for _, _, k in schedule)
     if cost is None or not cost.knows_plain or (drafts and not cost.knows_drafts):
         return None
-    decoding = replace(cost, prompt=(0.0, 0.0))
+    decoding = replace(cost, prompt=(0.0, 0.0, 0.0))
     without = drained(batch, [], decoding, constant(0, batch.slots), draws=1)
     with_drafts = drained(batch, survival, decoding, schedule)
     plain = float(without.seconds.mean()) + prefill_s
