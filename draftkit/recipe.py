@@ -82,6 +82,7 @@ class TrainSection(Section):
     tokens_per_batch: int = Field(2048, gt=0)  # tokens of one batch, prompts included, before gradient accumulation
     seq_len: int = Field(4096, gt=0)  # tokens of one document; longer ones are cut, and said so
     grad_accum: int = Field(1, gt=0)
+    shard: bool = False  # over several processes: FSDP2 in place of a whole drafter in each
     ttt_steps: int = Field(3, ge=1)
     ttt_decay: float = Field(0.8, gt=0, le=1)
     loss: dict[Literal["kl", "ce", "tv", "lk-alpha", "lk-hybrid", "tv-chain"], float] = {"kl": 1.0}  # name: weight

@@ -130,12 +130,11 @@ def test_only_the_newest_checkpoints_are_kept(whole: Path) -> None:
 
 
 def test_keep_counts_checkpoints(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
     for step in range(1, 6):
-        checkpoint.save(tmp_path, step, model, optimizer, keep=2)
+        with checkpoint.whole(tmp_path, step, keep=2) as aside:
+            (aside / "state").write_text(str(step))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000005"]
-    assert checkpoint.load_newest(tmp_path, model, optimizer) == 5
+    assert checkpoint.step_of(checkpoint.found(tmp_path)[-1]) == 5
 
 
 def test_the_learning_rate_warms_up_and_decays_along_a_cosine() -> None:
@@ -244,6 +243,28 @@ def test_two_processes_train_the_weights_of_one(tiny_verifier, tiny_corpus, tmp_
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    assert_close(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft-lm"])
+def test_shards_of_two_processes_train_the_weights_of_one(
+    tiny_verifier, tiny_corpus, tmp_path, one_thread, kind
+) -> None:
+    """FSDP2, stopped half-way and resumed; then the checkpoint of the shards goes on in one process."""
+    one = of_kind(small_recipe(tiny_verifier, grad_accum=2), kind)
+    results = train(one, tmp_path / "one", tiny_corpus)
+    sharded = of_kind(small_recipe(tiny_verifier, shard=True), kind)
+    command = two_processes(sharded, tmp_path, tiny_corpus)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert_close(tmp_path / "two", tmp_path / "one")
+    found = json.loads((tmp_path / "two" / "results.json").read_text())
+    assert found["heldout"]["kl"] == pytest.approx(results["heldout"]["kl"], rel=1e-2)
+    newest = checkpoint.found(tmp_path / "two" / "checkpoints")[-1]
+    shutil.rmtree(newest)
+    (tmp_path / "two" / "results.json").unlink()
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and "resumed after step" in again.stderr, again.stderr
     assert_close(tmp_path / "two", tmp_path / "one")
 
 

@@ -45,6 +45,10 @@ class Drafter(nn.Module):
     def device(self) -> torch.device:
         return self.head_DH.device
 
+    def shardable(self) -> list[nn.Module]:
+        """Parts that run by their own `forward` only, which may therefore be gathered one at a time (FSDP2)."""
+        return []
+
     def forward(self, batch: DraftBatch, own_tokens: bool = False) -> list[torch.Tensor]:
         """States [R, H] of every step of the batch (L = len(valid_LR)); `head_DH` makes them logits.
 

@@ -46,6 +46,9 @@ class DraftLM(Drafter):
     def head_DH(self) -> torch.Tensor:
         return self.model.get_output_embeddings().weight
 
+    def shardable(self) -> list[nn.Module]:
+        return list(self.model.base_model.layers)
+
     def forward(self, batch: DraftBatch, own_tokens: bool = False) -> list[torch.Tensor]:
         num_steps, last = len(batch.valid_LR), len(batch.tokens_N) - 1
         dtype = batch.last_NH.dtype

@@ -8,6 +8,7 @@ one only) share the batches of an optimizer step; gradients are normalised by th
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,17 +24,17 @@ from draftkit.data.batch import plan_epoch, slot_runs
 from draftkit.data.capture import CachedStates, States, StreamedStates, Verifier, collate, state_dtype
 from draftkit.data.shards import Corpus
 from draftkit.drafters.base import Drafter, trainable
-from draftkit.drafters.losses import drafter_loss
 from draftkit.drafters.vocab import coverage_of
 from draftkit.errors import Interrupted, RunFailed
 from draftkit.models import ModelFacts, fingerprint, load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir
-from draftkit.train import checkpoint, optim, where
+from draftkit.train import optim, where
 from draftkit.train.documents import documents, token_counts
 from draftkit.train.evaluate import TeacherView, evaluate, summarise
 from draftkit.train.parity import check_parity
 from draftkit.train.served import export
+from draftkit.train.spread import Spread
 from draftkit.train.start import aux_layers, build_drafter, check_start
 from draftkit.types import Document
 
@@ -109,8 +110,10 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
 
     # ---- steps ----
     teacher = TeacherView(drafter, verifier)
-    num_steps = train(recipe, run, accelerator, drafter, teacher, train_states, held_states)
-    if not accelerator.is_main_process:
+    spread = Spread(drafter, teacher, recipe.train, accelerator)
+    num_steps = train(recipe, run, accelerator, spread, teacher, train_states, held_states)
+    drafter = spread.whole()
+    if drafter is None:
         return {}
 
     # ---- export and parity ----
@@ -181,7 +184,7 @@ def train(
     recipe: Recipe,
     run: RunDir,
     accelerator: Accelerator,
-    drafter: Drafter,
+    spread: Spread,
     teacher: TeacherView,
     train_states: States,
     held_states: States,
@@ -191,18 +194,12 @@ def train(
     lengths = [len(d.tokens) for d in train_states.documents]
     slots = [sum(last - first for first, last in slot_runs(d.mask)) for d in train_states.documents]
     plan = Plan.make(lengths, recipe, accelerator.num_processes)
-    optimizer = optim.build(drafter, t)
-    checkpoints, ttt_steps = run.path / "checkpoints", t.ttt_steps if drafter.sees_itself else 1
-    step = checkpoint.load_newest(checkpoints, drafter, optimizer)
+    optimizer, num_processes = spread.optimizer, accelerator.num_processes
+    checkpoints, ttt_steps = run.path / "checkpoints", t.ttt_steps if spread.drafter.sees_itself else 1
+    step = spread.load_newest(checkpoints)
     if step:
         say(f"resumed after step {step} of {len(plan.steps)}")
     run.rewind_metrics(step)
-    model = accelerator.prepare_model(drafter) if accelerator.num_processes > 1 else drafter
-
-    def save() -> None:
-        if accelerator.is_main_process:
-            checkpoint.save(checkpoints, step, drafter, optimizer, t.keep)
-        accelerator.wait_for_everyone()
 
     with Interrupt() as stop, progress("train", len(plan.steps)) as bar:
         bar.advance(step)
@@ -216,42 +213,31 @@ def train(
             # Slots of all processes and micro-batches, so that every supervised token weighs the same.
             denominator = sum(slots[i] for members in group for i in members)
             sums: dict[str, torch.Tensor] = {}
-            for members in group[accelerator.process_index :: accelerator.num_processes]:
+            for members in group[accelerator.process_index :: num_processes]:
                 batch = collate(train_states, members, ttt_steps, accelerator.device)
-                loss, metrics = drafter_loss(
-                    model(batch),
-                    drafter.head_DH,
-                    teacher.at(batch),
-                    batch.valid_LR,
-                    t.ttt_decay,
-                    denominator,
-                    True,
-                    t.loss,
-                )
-                # DDP averages gradients over processes; the denominator already is the global one.
-                accelerator.backward(loss * accelerator.num_processes)
+                loss, metrics = spread.model(batch, denominator)
+                # Gradients are averaged over processes; the denominator already is the global one.
+                accelerator.backward(loss * num_processes)
                 metrics["objective"] = loss.detach()
                 for name in ("kl", "correct", "greedy", "sampled", "ceiling", "count", "objective"):
                     sums[name] = sums.get(name, 0) + metrics[name]
             sums = {name: accelerator.reduce(value) for name, value in sums.items()}
-            norm = torch.nn.utils.clip_grad_norm_(trainable(drafter), t.grad_clip)
-            if not torch.isfinite(norm) or float(sums["kl"][0] / sums["count"][0]) > DIVERGED:
-                raise RunFailed(
-                    f"The loss diverged at step {step} (gradient norm {float(norm):.3g}).", "Lower train.lr."
-                )
+            norm = spread.clip(t.grad_clip)
+            if not math.isfinite(norm) or float(sums["kl"][0] / sums["count"][0]) > DIVERGED:
+                raise RunFailed(f"The loss diverged at step {step} (gradient norm {norm:.3g}).", "Lower train.lr.")
             optimizer.step()
             optimizer.zero_grad()
             seconds = time.perf_counter() - start
-            row = {"step": step, "tokens": denominator, **summarise(sums), "grad_norm": float(norm), "lr": lr}
+            row = {"step": step, "tokens": denominator, **summarise(sums), "grad_norm": norm, "lr": lr}
             row["objective"] = float(sums["objective"])
             run.metrics(row | {"tokens_per_s": denominator / seconds})
             bar.advance(1, f"loss {row['loss']:.3f} acc {row['cond_acc'][0]:.3f} {denominator / seconds:,.0f} tok/s")
-            if step % t.eval_every == 0 and accelerator.is_main_process:
+            if step % t.eval_every == 0 and (drafter := spread.whole()) is not None:
                 run.metrics({"step": step, "heldout": evaluate(drafter, teacher, held_states, recipe)})
             # A signal may reach one process only, or each at another step: they stop together.
             stopped = bool(accelerator.reduce(torch.tensor(float(stop.requested), device=accelerator.device)))
             if stopped or step % t.save_every == 0 or step == len(plan.steps):
-                save()
+                spread.save(checkpoints, step, t.keep)
             if stopped and step < len(plan.steps):
                 raise Interrupted(f"step {step} of {len(plan.steps)} is saved")
     return step
