@@ -181,3 +181,18 @@ def test_slower_cells_are_explained(results):
     slow |= {"limit": "k"}
     text = report.limits_text(results | {"cells": cells})
     assert text == "k too large, even for a drafter that is always accepted: k = 3 at 16."
+
+
+# --- fitted costs -----------------------------------------------------------------------------------------------
+
+
+def test_fitted_costs_are_a_table_that_marks_what_was_not_measured(results):
+    assert report.costs_markdown(results) == ""
+    costs = [
+        {"k": k, "running": n, "cost": 1 + k * n / 8, "cost_ci": [1.0, 2.0 + k], "measured": n == 1}
+        for k in (1, 3) for n in (1, 2)
+    ]  # fmt: skip
+    loo = [{"k": 1, "concurrency": 1, "predicted_s": 1.0, "measured_s": 1.1, "error": e} for e in (-0.09, 0.02, 0.05)]
+    text = report.costs_markdown(results | {"costs": [{"temperature": 1.0, "round_cost": costs, "leave_one_out": loo}]})
+    assert "| 3 | 1.38 (1.00-5.00) | 1.75 (1.00-5.00) * |" in text
+    assert "3 times: median error 5.0 %, largest 9.0 %" in text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftkit.evals.drain import Requests, best_schedule, constant, drained, lookup, ranges
-from draftkit.evals.step_cost import StepCell, StepCost, bootstrap, cells_of, leave_one_out, to_rows
+from draftkit.evals.step_cost import StepCell, StepCost, bootstrap, cells_of, leave_one_out, round_costs, to_rows
 from draftkit.types import EngineStep
 
 
@@ -114,6 +114,26 @@ def test_resampled_measurements_spread_as_the_noise_does():
     costs = [model.round_cost(4, 3, 100) for model in bootstrap(groups, 30, seed=1)]
     true = law(4, 3, 400)[0] / law(4, 0, 400)[0]
     assert len(costs) > 20 and np.std(costs) > 0.005 and min(costs) < true * 1.05 and max(costs) > true * 0.95
+
+
+def test_round_costs_cover_what_was_not_measured_with_intervals_around_the_truth():
+    groups = [
+        cells_of(measured([k], [n], 0.05, seed=9 * k + n + r, repeats=4))
+        for k in (0, 1, 3)
+        for n in (1, 4, 16)
+        for r in range(3)
+    ]
+    rows = round_costs(groups, 3, seed=0)
+    assert [(row["k"], row["running"]) for row in rows] == [(k, n) for k in (1, 2, 3) for n in (1, 2, 4, 8, 16)]
+    assert all(row["measured"] == (row["k"] != 2 and row["running"] in (1, 4, 16)) for row in rows)
+    inside = 0
+    for row in rows:
+        k, n = row["k"], row["running"]
+        true = law(n, k, 225 * n)[0] / law(n, 0, 225 * n)[0]
+        assert row["cost"] == pytest.approx(true, rel=0.12) and row["cost_ci"][0] < row["cost_ci"][1]
+        inside += row["cost_ci"][0] * 0.97 < true < row["cost_ci"][1] * 1.03
+    assert inside >= 11
+    assert round_costs([cells_of(measured([0], [1, 4]))], 3, seed=0) == []
 
 
 # --- a batch that drains ----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from draftkit.evals import report
 from draftkit.evals.acceptance import Row, cells_from_rows
 from draftkit.evals.drafter import NGRAM, resolve_drafter
 from draftkit.evals.speed_model import schedule
-from draftkit.evals.step_cost import cells_of, to_rows
+from draftkit.evals.step_cost import StepCell, cells_of, leave_one_out, round_costs, to_rows
 from draftkit.models import fingerprint, load_tokenizer, model_facts, render, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir, environment
@@ -200,8 +200,21 @@ def results_from_rows(rows: list[Row]) -> dict[str, Any]:
         "verifier_fingerprint": plan["verifier_fingerprint"],
         "cells": cells,
         "schedule": schedules[plan["temperature"]],
+        "costs": [{"temperature": t} | fitted_costs(rows, t, plan["seed"]) for t in by_temperature],
         "schedules": [{"temperature": t, "ranges": ranges} for t, ranges in schedules.items()],
     }
+
+
+def fitted_costs(rows: list[Row], temperature: float, seed: int) -> dict[str, Any]:
+    """Round costs of every k and batch size from the sweep's engine steps, also of those that were not measured, and
+    the error of predicting each measured cell from the others (`step_cost`)."""
+    timed = [r for r in rows if r["event"] == "measured" and r["temperature"] == temperature and "steps" in r]
+    groups = [[StepCell(*cell) for cell in row["steps"]] for row in timed]
+    by_cell: dict[tuple[int, int], list[StepCell]] = {}
+    for row, group in zip(timed, groups, strict=True):
+        by_cell.setdefault((row["k"], row["concurrency"]), []).extend(group)
+    most_k = max((row["k"] for row in timed), default=0)
+    return {"round_cost": round_costs(groups, most_k, seed), "leave_one_out": leave_one_out(by_cell)}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------

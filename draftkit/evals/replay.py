@@ -39,7 +39,7 @@ from draftkit.evals.acceptance import (
 from draftkit.evals.bench import build_engines, raise_when, request_row
 from draftkit.evals.drafter import resolve_drafter
 from draftkit.evals.drain import Requests, Schedule, best_schedule, constant, drained
-from draftkit.evals.step_cost import StepCell, StepCost, cells_of, leave_one_out, to_rows
+from draftkit.evals.step_cost import StepCell, StepCost, cells_of, leave_one_out, round_costs, to_rows
 from draftkit.models import fingerprint, model_facts, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir, environment
@@ -279,9 +279,7 @@ def results_from_rows(rows: Sequence[Row]) -> dict[str, Any]:
         arms.append(next(a for a in arms if a["arm"] == same_as) | {"arm": SCHEDULE, "same_as": same_as})
     else:
         arms.append(_arm(SCHEDULE, judged, chosen, plan["seed"]))
-    cells = step_cells([row for key, row in measured.items() if key[0] != SCHEDULE])
-    cost = StepCost.fit(cells)
-    assert cost is not None
+    fixed = [row for key, row in measured.items() if key[0] != SCHEDULE]
     return {
         "schema": SCHEMA,
         **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature")},
@@ -299,10 +297,10 @@ def results_from_rows(rows: Sequence[Row]) -> dict[str, Any]:
         "schedule": chosen["schedule"],
         "survival": chosen["survival"],
         "arms": arms,
-        "round_cost": round_costs(cost, max(plan["k"])),
+        "round_cost": round_costs([step_cells([row]) for row in fixed], max(plan["k"]), plan["seed"]),
         "by_length": by_length(judged),
         "by_task": by_task(judged, plan),
-        "leave_one_out": leave_one_out(_by_size(cells)),
+        "leave_one_out": leave_one_out(_by_size(step_cells(fixed))),
     }
 
 
@@ -328,12 +326,6 @@ def _arm(name: str, judged: Mapping[tuple, Row], chosen: Row, seed: int) -> Row:
         "acceptance_length": acceptance,
         **{name: compared[name] for name in ("speedup", "speedup_ci", "verdict", "num_pairs")},
     }
-
-
-def round_costs(cost: StepCost, most_k: int) -> list[Row]:
-    """c(k, B) of every k and B = 1, 2, 4 .. as fitted, also where neither was measured."""
-    sizes = [2**i for i in range(12) if 2**i <= cost.seen[0]]
-    return [{"k": k, "running": n, "cost": cost.round_cost(n, k)} for k in range(1, most_k + 1) for n in sizes]
 
 
 def by_length(judged: Mapping[tuple, Row]) -> list[Row]:

@@ -126,6 +126,29 @@ def limits_text(results: dict[str, Any]) -> str:
     return " ".join(lines)
 
 
+def costs_markdown(results: dict[str, Any]) -> str:
+    """Fitted round costs at the rollout temperature with the error of the fit; empty without them."""
+    found = next((c for c in results.get("costs", ()) if c["temperature"] == results["temperature"]), None)
+    if not found or not found["round_cost"]:
+        return ""
+    sizes = sorted({c["running"] for c in found["round_cost"]})
+    cost = {(c["k"], c["running"]): c for c in found["round_cost"]}
+    lines = ["Round cost by requests running, fitted to engine steps (95 %); * where no such step was measured:", ""]
+    lines += [f"| k | {' | '.join(map(str, sizes))} |", "|" + "---:|" * (len(sizes) + 1)]
+    for k in sorted({k for k, _ in cost}):
+        row = [cost[k, n] for n in sizes]
+        shown = [f"{c['cost']:.2f} ({interval(c['cost_ci'])}){'' if c['measured'] else ' *'}" for c in row]
+        lines.append(f"| {k} | {' | '.join(shown)} |")
+    errors = sorted(abs(row["error"]) for row in found["leave_one_out"])
+    if errors:
+        lines += [
+            "",
+            f"Step time of a cell predicted from the other cells, {len(errors)} times: median error "
+            f"{100 * errors[len(errors) // 2]:.1f} %, largest {100 * errors[-1]:.1f} %.",
+        ]
+    return "\n".join(lines)
+
+
 def headline(results: dict[str, Any]) -> str:
     """The number that matters: the fastest cell at the rollout temperature, with its interval."""
     measured = [c for c in cells_at(results, results["temperature"]) if c["k"] and c["speedup"] is not None]
@@ -147,6 +170,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
     atomic_write(folder / PLOT, plot(results))
     parts = [f"# Acceptance and speed: {results['method']} on {results['verifier']}", headline(results)]
     parts += [markdown(results).rstrip(), schedule_text(results), limits_text(results)]
+    parts.append(costs_markdown(results))
     parts.append(f"![Acceptance length and speedup against k]({PLOT})")
     atomic_write(folder / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -25,6 +26,7 @@ from scipy.optimize import nnls
 from draftkit.types import EngineStep
 
 HEAVIEST = 50  # steps of one kind that still sharpen the fit: more of them only repeat its mean
+DRAWS = 40  # fits to resampled measurements, for intervals
 REWEIGHTED = 4  # fits, each weighted by the one before
 
 
@@ -188,6 +190,26 @@ def bootstrap(groups: Sequence[Sequence[StepCell]], draws: int, seed: int) -> li
     chosen = rng.integers(len(groups), size=(draws, len(groups)))
     models = (StepCost.fit([cell for i in row for cell in groups[i]]) for row in chosen)
     return [m for m in models if m is not None and m.knows_plain]
+
+
+def round_costs(groups: Sequence[Sequence[StepCell]], most_k: int, seed: int) -> list[dict[str, Any]]:
+    """c(k, B) of every k up to most_k and B = 1, 2, 4 .. up to the most requests measured, with 95 % intervals; cells
+    that were not measured too. groups: steps of each measurement. Empty without both plain and speculative steps."""
+    cells = [cell for group in groups for cell in group]
+    made = StepCost.fit(cells)
+    if made is None or not (made.knows_plain and made.knows_drafts):
+        return []
+    decoding = [c for c in cells if not c.prompt]
+    context = sum(c.context for c in decoding) / sum(c.running * c.count for c in decoding)
+    models = [m for m in bootstrap(groups, DRAWS, seed) if m.knows_drafts]
+    measured = {(c.k, c.running) for c in decoding}
+    rows = []
+    for k in range(1, most_k + 1):
+        for n in (2**i for i in range(16) if 2**i <= made.seen[0]):
+            low, high = np.quantile([m.round_cost(n, k, context) for m in models], [0.025, 0.975])
+            row = {"k": k, "running": n, "cost": made.round_cost(n, k, context), "cost_ci": [float(low), float(high)]}
+            rows.append(row | {"measured": (k, n) in measured})
+    return rows
 
 
 def leave_one_out(groups: Mapping[tuple[int, int], Sequence[StepCell]]) -> list[dict[str, float]]:
