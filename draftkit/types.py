@@ -59,7 +59,8 @@ class SpecConfig:
     """How an engine speculates. model: a drafter directory, None for `ngram`; k: the most tokens drafted a round.
 
     target: a directory to serve in place of the verifier's own, the verifier with its MTP layers stitched in.
-    rejection_sample_method None is the installed vLLM's default; only lossless ones are served (`engine`).
+    rejection_sample_method None is the installed vLLM's default; only lossless ones are served (`engine`). own_vocab:
+    the draft model has another tokenizer than the verifier.
     """
 
     method: str
@@ -68,6 +69,7 @@ class SpecConfig:
     draft_sample_method: str = "greedy"
     rejection_sample_method: str | None = None
     target: str | None = None
+    own_vocab: bool = False
 
 
 @dataclass(frozen=True, slots=True)

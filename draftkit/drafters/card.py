@@ -22,6 +22,8 @@ def model_card(drafter: Drafter, card: dict[str, Any]) -> str:
         )
     )
     model = "" if drafter.method == "mtp" else '"model": "<this directory>", '
+    if getattr(drafter, "tokenizer_of", None) is not None:
+        model += '"use_heterogeneous_vocab": true, '
     serve = f'{{"method": "{drafter.method}", {model}"num_speculative_tokens": {k}}}'
     where = "`vllm serve <this directory>` with" if drafter.method == "mtp" else "Serve:"
     return f"""# {TITLES[drafter.method]} for {recipe["model"]["path"]}

@@ -8,8 +8,8 @@ every step. The student is the verifier with most of its layers left out (`stude
 its vocabulary. Embedding and LM head of a student made from the verifier stay the verifier's: they are most of its
 parameters, and frozen they cost neither a gradient nor optimizer state.
 
-Left out: a vocabulary of its own (vLLM's `use_heterogeneous_vocab`): the verifier's distribution is then over other
-tokens, and there is nothing to distil; `eval-acceptance` refuses such a model.
+A model with another tokenizer reads the text token by token in its own ids and drafts the tokens that both have, as
+vLLM's `use_heterogeneous_vocab` serves it (`shared_vocab`): a reduced draft vocabulary, greedy drafts only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftkit.drafters.base import Drafter, document_spans, whole_directory
+from draftkit.drafters.shared_vocab import SharedVocab, same_tokens, shared_vocab
 from draftkit.errors import UserError
+from draftkit.models import fingerprint
 from draftkit.types import DraftBatch
 
 MODEL_SHARE = 6  # a student has one of so many of the verifier's layers, unless drafter.num_layers says
@@ -31,20 +33,32 @@ COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "
 
 
 class DraftLM(Drafter):
-    """model: a transformers causal LM with float32 parameters, those that do not train frozen."""
+    """model: a transformers causal LM with float32 parameters, those that do not train frozen. shared: where its
+    tokenizer is another one, which is then that of `tokenizer_of`, a model directory."""
 
     method = "draft_model"
     sees_itself = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shared: SharedVocab | None = None, tokenizer_of: Path | None = None) -> None:
         super().__init__()
-        self.model, self.config = model, model.config.get_text_config()
-        vocab = model.get_output_embeddings().weight.shape[0]
-        self.register_buffer("draft_to_target_D", torch.arange(vocab), persistent=False)
+        self.model, self.config, self.tokenizer_of = model, model.config.get_text_config(), tokenizer_of
+        own = torch.arange(model.get_output_embeddings().weight.shape[0])
+        self.register_buffer("draft_to_target_D", own if shared is None else shared.verifier_S, persistent=False)
+        self.register_buffer("row_D", None if shared is None else shared.draft_S, persistent=False)
+        self.register_buffer("to_draft_V", None if shared is None else shared.to_draft_V, persistent=False)
 
     @property
     def head_DH(self) -> torch.Tensor:
-        return self.model.get_output_embeddings().weight
+        head = self.model.get_output_embeddings().weight
+        return head if self.row_D is None else head[self.row_D]
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft_to_target_D.device
+
+    def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The verifier's token ids as this model reads them."""
+        return tokens if self.to_draft_V is None else self.to_draft_V[tokens]
 
     def shardable(self) -> list[nn.Module]:
         return list(self.model.base_model.layers)
@@ -65,7 +79,7 @@ class DraftLM(Drafter):
         tokens = batch.tokens_N.new_zeros(len(lengths), max(lengths))
         for row, (start, end) in enumerate(spans):
             tokens[row, : end - start] = batch.tokens_N[start:end]
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden = self.model.base_model(input_ids=self.own_ids(tokens), use_cache=False).last_hidden_state
         return torch.cat([hidden[row, :length] for row, length in enumerate(lengths)])
 
     def _follow(self, batch: DraftBatch, states_NH: torch.Tensor) -> list[torch.Tensor]:
@@ -103,9 +117,9 @@ class DraftLM(Drafter):
                 seen[query, length + earlier * rows + branch] = True
             position.append(slot_R + 2 + j)
         hidden = self.model.base_model(
-            input_ids=torch.cat([text_T, *drafts]).unsqueeze(0),
+            input_ids=self.own_ids(torch.cat([text_T, *drafts])).unsqueeze(0),
             position_ids=torch.cat(position).unsqueeze(0),
-            attention_mask=_additive(seen, self.head_DH.dtype),
+            attention_mask=_additive(seen, self.model.get_output_embeddings().weight.dtype),
             use_cache=False,
         ).last_hidden_state
         return hidden[0, -rows:]
@@ -149,15 +163,31 @@ def _name_in_verifier(name: str, kept: list[int]) -> str:
     return f"{head}{found}{kept[int(number)]}.{leaf}"
 
 
-def from_model(directory: Path, vocab_size: int) -> DraftLM:
-    """A small model to distil into, all of it trained. Raises UserError for another vocabulary."""
-    config = AutoConfig.from_pretrained(directory).get_text_config()
-    if config.vocab_size != vocab_size:
+def from_model(directory: Path, verifier: Path, vocab_size: int) -> DraftLM:
+    """A small model to distil into, all of it trained. verifier: its directory. Raises UserError for a tokenizer that
+    has nothing to do with the verifier's."""
+    size = AutoConfig.from_pretrained(directory).get_text_config().vocab_size
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    shared = shared_with(directory, verifier, size, vocab_size)
+    return DraftLM(model) if shared is None else DraftLM(model, shared, directory)
+
+
+def shared_with(directory: Path, verifier: Path, size: int, vocab_size: int) -> SharedVocab | None:
+    """What this draft model's tokenizer shares with the verifier's; None where it is the same one. A model without a
+    tokenizer beside it is taken for one of the verifier's if its vocabulary has the same size (UserError if not)."""
+    if fingerprint(directory)["tokenizer"] == fingerprint(verifier)["tokenizer"] and size == vocab_size:
+        return None
+    if not (directory / "tokenizer_config.json").is_file():
+        if size == vocab_size:
+            return None
         raise UserError(
-            f"drafter.init: {directory} has a vocabulary of {config.vocab_size}, the verifier of {vocab_size}.",
-            "Give a model with the verifier's tokenizer, or leave drafter.init out.",
+            f"{directory} has a vocabulary of {size}, the verifier of {vocab_size}, and no tokenizer beside it.",
+            "Give a model with the verifier's tokenizer, or copy its own tokenizer files into its directory.",
         )
-    return DraftLM(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval())
+    theirs, own = (AutoTokenizer.from_pretrained(path) for path in (verifier, directory))
+    if size == vocab_size and same_tokens(theirs, own):
+        return None
+    return shared_vocab(theirs, own, vocab_size, size)
 
 
 # ---- what is served -------------------------------------------------------------------------------------------------
@@ -166,11 +196,11 @@ def from_model(directory: Path, vocab_size: int) -> DraftLM:
 def export_draft_lm(
     drafter: DraftLM, directory: Path, verifier_path: Path, verifier: dict[str, str], readme: str
 ) -> None:
-    """Write `directory`: a transformers checkpoint in bfloat16 with the verifier's tokenizer."""
+    """Write `directory`: a transformers checkpoint in bfloat16 with the verifier's tokenizer, or its own."""
     served = copy.deepcopy(drafter.model).to("cpu", torch.bfloat16)
     with whole_directory(directory, verifier) as aside:
         served.save_pretrained(aside)
         for pattern in COPIED:
-            for file in verifier_path.glob(pattern):
+            for file in (drafter.tokenizer_of or verifier_path).glob(pattern):
                 shutil.copyfile(file, aside / file.name)
         (aside / "README.md").write_text(readme)

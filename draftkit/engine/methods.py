@@ -62,6 +62,11 @@ def check_lossless(spec: SpecConfig) -> None:
         raise UserError(
             f"spec.draft_sample_method '{spec.draft_sample_method}' is not known.", "Use greedy or probabilistic."
         )
+    if spec.own_vocab and spec.draft_sample_method != "greedy":
+        raise UserError(
+            "spec.draft_sample_method 'probabilistic': a draft model with a tokenizer of its own drafts greedily only.",
+            "Use greedy.",
+        )
     known, default = acceptance_methods()
     name = spec.rejection_sample_method or default
     if name not in known & LOSSLESS:
@@ -92,6 +97,8 @@ def speculative_config(spec: SpecConfig, max_num_seqs: int) -> dict[str, Any]:
         config["draft_sample_method"] = spec.draft_sample_method
     if spec.model is not None:  # an MTP head may sit in the verifier's own checkpoint
         config["model"] = str(spec.model)
+    if spec.own_vocab:
+        config["use_heterogeneous_vocab"] = True
     if spec.rejection_sample_method is not None:
         config["rejection_sample_method"] = spec.rejection_sample_method
     # A schedule, even a constant one, is what lets `set_k` change the draft length of a running engine.

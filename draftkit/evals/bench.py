@@ -155,6 +155,7 @@ def heldout_prompts(recipe: Recipe, corpus: Path, verifier: Path, k: int) -> dic
 def plan_row(recipe: Recipe, verifier: Path, spec: SpecConfig, drafter: str | None, prompt_ids: list[str]) -> Row:
     """The first line of metrics.jsonl: all that the table needs beside the measurements."""
     served = spec.model or spec.target
+    own_vocab = {"own_vocab": True} if spec.own_vocab else {}
     return {
         "event": "plan",
         "verifier": recipe.model.path,
@@ -167,6 +168,7 @@ def plan_row(recipe: Recipe, verifier: Path, spec: SpecConfig, drafter: str | No
         "max_num_seqs": recipe.engine.max_num_seqs,
         "prompts": prompt_ids,
         "seed": recipe.eval.seed,
+        **own_vocab,
     }
 
 
@@ -198,6 +200,7 @@ def results_from_rows(rows: list[Row]) -> dict[str, Any]:
         "schema": SCHEMA,
         **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature")},
         "verifier_fingerprint": plan["verifier_fingerprint"],
+        "own_vocab": plan.get("own_vocab", False),
         "cells": cells,
         "schedule": schedules[plan["temperature"]],
         "costs": [{"temperature": t} | fitted_costs(rows, t, plan["seed"]) for t in by_temperature],

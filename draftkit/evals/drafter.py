@@ -33,14 +33,18 @@ def resolve_drafter(drafter: str | None, verifier: ModelFacts, fingerprint: dict
         return SpecConfig(NGRAM, None, k)
     path, config = find_drafter(drafter)
     method = _method(config, path)
+    own_vocab = False
     if method == "draft_model":
-        _check_draft_model(config, path, verifier)
+        from draftkit.drafters.draft_lm import shared_with  # transformers with it, which the other kinds do without
+
+        _check_draft_model(path)
+        own_vocab = shared_with(path, verifier.path, config.get("vocab_size"), verifier.vocab_size) is not None
     else:
         _check_sizes(config, path, verifier)
     _check_provenance(path, fingerprint)
     if method == "mtp":
         return SpecConfig(method, None, k, target=str(path))
-    return SpecConfig(method, str(path), k)
+    return SpecConfig(method, str(path), k, own_vocab=own_vocab)
 
 
 def find_drafter(drafter: str) -> tuple[Path, dict[str, Any]]:
@@ -99,8 +103,7 @@ def _check_sizes(config: dict[str, Any], path: Path, verifier: ModelFacts) -> No
         )
 
 
-def _check_draft_model(config: dict[str, Any], path: Path, verifier: ModelFacts) -> None:
-    _same(path, "vocabulary", config.get("vocab_size"), verifier.vocab_size)
+def _check_draft_model(path: Path) -> None:
     if trap := next((part for part in METHOD_BY_PATH if part in str(path).lower()), None):
         raise UserError(
             f"vLLM would take the draft model {path} for another method, because its path contains '{trap}'.",

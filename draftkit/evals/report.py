@@ -91,6 +91,8 @@ def serving_config(results: dict[str, Any]) -> dict[str, Any] | None:
     config = {"method": results["method"], "num_speculative_tokens": largest}
     if results["drafter"] is not None:
         config["draft_sample_method"] = results["draft_sample_method"]
+        if results.get("own_vocab"):
+            config["use_heterogeneous_vocab"] = True
         if results["method"] != "mtp":  # it sits in the served model's own directory
             config["model"] = results["drafter"]
     return config | {"num_speculative_tokens_per_batch_size": results["schedule"]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,13 @@ import torch
 
 from draftkit.console import say, say_once
 from draftkit.data.capture import States
+from draftkit.drafters.draft_lm import shared_with
 from draftkit.drafters.eagle3 import Eagle3, default_aux_layers
 from draftkit.drafters.layouts import config_of, from_drafter, head_of, write
 from draftkit.engine import Engine, EngineProcess
 from draftkit.engine.methods import refuse_by_name
 from draftkit.errors import UserError
-from draftkit.models import ModelFacts, fingerprint
+from draftkit.models import ModelFacts, fingerprint, model_facts
 from draftkit.recipe import Recipe
 from draftkit.rl import zero
 from draftkit.rl.canary import Canary
@@ -136,6 +137,10 @@ def build(
     config = None
     if spec.method != "none":
         config = SpecConfig(spec.method, served, spec.k, spec.draft_sample_method, spec.rejection_sample_method)
+    if spec.method == "draft-lm":
+        size = model_facts(Path(served), recipe.model.trust_remote_code).vocab_size
+        own_vocab = shared_with(Path(served), model, size, facts.vocab_size) is not None
+        config = replace(config, own_vocab=own_vocab)
     own_process = world.size > 1 or recipe.rl.lag > 0 and torch.cuda.device_count() > 1
     kind = EngineProcess if own_process else Engine
     if recipe.rl.lag and not own_process:

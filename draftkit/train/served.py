@@ -38,4 +38,5 @@ def spec_config(drafter: Drafter, directory: Path, k: int) -> SpecConfig:
     """How an engine is asked to draft with what `export` wrote."""
     if drafter.method == "mtp":
         return SpecConfig("mtp", None, k, target=str(directory))
-    return SpecConfig(drafter.method, str(directory), k)
+    own_vocab = isinstance(drafter, DraftLM) and drafter.tokenizer_of is not None
+    return SpecConfig(drafter.method, str(directory), k, own_vocab=own_vocab)

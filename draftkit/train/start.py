@@ -104,7 +104,7 @@ def build_drafter(
     init = None if recipe.drafter.init is None else Path(recipe.drafter.init)
     if recipe.drafter.kind == "draft-lm":
         if init is not None:
-            return draft_lm.from_model(init, facts.vocab_size)
+            return draft_lm.from_model(init, facts.path, facts.vocab_size)
         return draft_lm.student(verifier.model, recipe.drafter.num_layers)
     if recipe.drafter.kind == "mtp":
         drafter = Mtp(mtp_config(facts), verifier.embed_VH, verifier.head_VH)
