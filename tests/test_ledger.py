@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from draftkit.evals.drain import drain
 from draftkit.evals.speed_model import acceptance_length, amdahl, implied_generation_share
 from draftkit.rl.ledger import (
     PARTS,
@@ -16,7 +17,6 @@ from draftkit.rl.ledger import (
     StepTime,
     attribute,
     cotrain_pays,
-    drain,
     drift_split,
     entropy_slope,
     fit_line,

@@ -15,7 +15,6 @@ steps from evals.acceptance.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftkit.evals.acceptance import BOOTSTRAP_DRAWS, Interval, expanded_percentile_interval
+from draftkit.evals.drain import drain
 from draftkit.evals.speed_model import acceptance_length, amdahl
 from draftkit.types import EngineStep
 
@@ -132,34 +132,6 @@ class SpeedModel:
 
 
 # --- what a batch costs -----------------------------------------------------------------------------------------
-
-
-def drain(
-    lengths: Sequence[int],
-    tau: float | Callable[[int], float],
-    step_s: Callable[[int], float],
-    max_num_seqs: int | None = None,
-) -> float:
-    """Seconds to generate a batch whose sequences end at `lengths`: all start, and it drains as they finish.
-
-    The step of the prompt gives one token, every later one tau(n), n the requests running. With max_num_seqs the rest
-    waits, and takes the place of those that finish. Exact for tau = 1; else tokens flow evenly, without the rounding of
-    a last round.
-    """
-    rate = tau if callable(tau) else lambda n: tau
-    waiting = [length for length in lengths if length > 0][::-1]
-    slots = max_num_seqs or len(waiting)
-    ends: list[float] = []  # in tokens that a request running from the beginning would have made
-    made = seconds = 0.0
-    while waiting or ends:
-        running = min(slots, len(ends) + len(waiting))
-        while len(ends) < running:
-            heapq.heappush(ends, made + waiting.pop() - 1 + rate(running))
-        seconds += (ends[0] - made) / rate(running) * step_s(running)
-        made = ends[0]
-        while ends and ends[0] <= made + 1e-9:
-            heapq.heappop(ends)
-    return seconds
 
 
 @dataclass(frozen=True)

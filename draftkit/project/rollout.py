@@ -1,0 +1,122 @@
+"""Seconds to generate the rollouts of a step: response lengths, draining batches, what speculation makes of them.
+
+    lengths     log-normal, cut at the longest answer allowed; or your own sample
+    replica     every replica gets its share of the requests at once and drains; the step waits for the slowest, which is
+                taken to be one with an even sample of lengths and the longest response of all
+    speculative tau(k) tokens a round; k may depend on the number running (a schedule)
+
+Left out: prefill, prompts of different lengths, acceptance that changes along a response or between responses (tau is
+one number a k), preemption (a replica admits as many as fit at the context they reach).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+
+from draftkit.evals.drain import phases
+from draftkit.evals.speed_model import acceptance_length
+from draftkit.project.cost import Server
+
+GRID = 512  # quantiles of a length distribution where its mean is taken
+NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a response. `sample`: measured ones, used as they are; else log-normal with `sigma`, cut at `longest`.
+
+    mean: after the cut, so that it is what a run's log shows.
+    """
+
+    mean: float
+    longest: int
+    sigma: float = 0.7
+    sample: tuple[float, ...] = ()
+
+    def quantiles(self, shares: np.ndarray) -> np.ndarray:
+        if self.sample:
+            return np.quantile(np.array(self.sample, dtype=float), shares)
+        normal = np.array([NORMAL.inv_cdf(float(share)) for share in shares])
+        return np.minimum(self.median * np.exp(self.sigma * normal), self.longest)
+
+    @cached_property
+    def median(self) -> float:
+        """Of the uncut distribution, so that the cut mean is `mean`."""
+        grid = np.exp(self.sigma * _normal_grid())
+        low, high = 0.0, float(self.longest) * 1e3
+        for _ in range(60):
+            middle = (low + high) / 2
+            too_long = np.minimum(middle * grid, self.longest).mean() > self.mean
+            low, high = (low, middle) if too_long else (middle, high)
+        return (low + high) / 2
+
+    def of_replica(self, requests: int, of_all: int) -> list[float]:
+        """An even sample, its last the longest of all requests of the step."""
+        shares = (np.arange(requests) + 0.5) / requests
+        shares[-1] = 1 - 0.5 / of_all
+        return [float(length) for length in self.quantiles(shares)]
+
+
+_GRID: list[np.ndarray] = []
+
+
+def _normal_grid() -> np.ndarray:
+    if not _GRID:
+        _GRID.append(np.array([NORMAL.inv_cdf((i + 0.5) / GRID) for i in range(GRID)]))
+    return _GRID[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The generation of one step on `replicas` servers."""
+
+    server: Server
+    requests: int
+    replicas: int
+    lengths: Lengths
+    prompt: int = 256
+    max_num_seqs: int | None = None
+
+    def per_replica(self) -> list[float]:
+        """Longest first: as they are sampled they would all start at once anyway."""
+        share = max(1, -(-self.requests // self.replicas))
+        return self.lengths.of_replica(share, self.requests)
+
+    def slots(self) -> int:
+        """Requests a replica runs at once: what fits at their mean final context, at most max_num_seqs."""
+        fits = self.server.most_requests(self.prompt + self.lengths.mean)
+        return min(fits, self.max_num_seqs or fits)
+
+    def seconds(self, k: int | Callable[[int], int] = 0, survival: Sequence[float] = ()) -> float:
+        """k: drafts a round, or by the number running."""
+        k_of = k if callable(k) else lambda n: k
+        tau = lambda n: acceptance_length(survival[: k_of(n)])  # noqa: E731
+        batch = phases(self.per_replica(), tau, self.slots())
+        return sum(
+            rounds * self.server.round(running, self.prompt + made, k_of(running)) for running, rounds, made in batch
+        )
+
+    def speedup(self, k: int | Callable[[int], int], survival: Sequence[float]) -> float:
+        return self.seconds() / self.seconds(k, survival)
+
+    def tokens(self) -> float:
+        """Of all responses."""
+        return self.requests * self.lengths.mean
+
+    def pooled(self, batches: int) -> Rollouts:
+        """Several steps' requests in flight together, as a policy that may lag lets them be."""
+        return replace(self, requests=self.requests * batches)
+
+
+def even_survival(tau: float, k: int) -> list[float]:
+    """[s_1 .. s_k] of equal conditional acceptance whose acceptance length is tau; for a drafter known by tau alone."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if 1 + sum(middle ** (i + 1) for i in range(k)) > tau else (middle, high)
+    return [((low + high) / 2) ** (i + 1) for i in range(k)]
