@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 def phases(
     lengths: Sequence[float], tau: float | Callable[[int], float], slots: int | None = None
 ) -> Iterator[tuple[int, float, float]]:
-    """(requests running, rounds, mean tokens that each has made by the middle of them), while the number stays the same.
+    """(requests running, rounds, mean tokens that each has made halfway), a row for every change of the number running.
 
     The step of the prompt gives one token, every later one tau(n), n the requests running.
     """

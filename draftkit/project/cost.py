@@ -4,20 +4,26 @@
          + max(KV bytes / bandwidth, attention FLOPs / rate)
          + communication + logits + host time
 
+Tokens, requests and context may be numpy arrays: many batches at once.
+
 `n` tokens of `B` requests: n = B in plain decoding, B (k + 1) when k drafts of each are verified. Keys and values of a
 request are read once, whatever its number of queries. Experts: a pass reads those its tokens wake
 (`ModelShape.distinct_experts`). Under tensor parallelism (TP) every GPU holds a TP-th of everything; experts are dealt
-over the same GPUs (EP = TP). Left out: pipeline parallelism in decoding, prefill (a share of a per cent of rollouts with
-answers of thousands of tokens), uneven experts, attention data parallelism. Source: measures.md (c) 3, refined.
+over the same GPUs (EP = TP). Left out: pipeline parallelism in decoding, prefill (small where answers have thousands of
+tokens), uneven experts, attention data parallelism. Source: measures.md (c) 3, refined.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from draftkit.errors import UserError
 from draftkit.project.hardware import BYTES, Engine, Hardware
 from draftkit.project.model_shape import ModelShape
+
+Many = float | np.ndarray
 
 LOGIT_PASSES = 10  # over [tokens, vocabulary] in float32, read or written: cast, temperature, softmax, sample, accept
 KV_ROOM = 0.85  # of the memory that weights leave
@@ -27,14 +33,14 @@ KV_ROOM = 0.85  # of the memory that weights leave
 class PassTime:
     """Seconds by cause. `matrix` and `attention` are each the larger of memory and arithmetic."""
 
-    matrix: float
-    attention: float
-    communication: float
-    logits: float
-    host: float
+    matrix: Many
+    attention: Many
+    communication: Many
+    logits: Many
+    host: Many
 
     @property
-    def total(self) -> float:
+    def total(self) -> Many:
         return self.matrix + self.attention + self.communication + self.logits + self.host
 
 
@@ -71,15 +77,15 @@ class Server:
 
     # --- one round
 
-    def plain(self, requests: float, context: float) -> PassTime:
+    def plain(self, requests: Many, context: Many) -> PassTime:
         return self.forward(self.model, requests, requests, context, self.engine.step_s)
 
-    def verify(self, requests: float, context: float, k: int, *, graphs: bool = True) -> PassTime:
+    def verify(self, requests: Many, context: Many, k: int, *, graphs: bool = True) -> PassTime:
         """graphs False: queries of uneven length (n-gram proposes now and then), which no full CUDA graph covers."""
         host = self.engine.step_s + self.engine.round_s
         return self.forward(self.model, requests * (k + 1), requests, context, host, graphs=graphs)
 
-    def draft(self, requests: float, context: float, k: int) -> float:
+    def draft(self, requests: Many, context: Many, k: int) -> Many:
         """k passes of the drafter: the first over the k + 1 tokens just verified, the others over one a request."""
         if self.drafter is None or k == 0:
             return 0.0
@@ -89,7 +95,7 @@ class Server:
         later = self.forward(self.drafter, requests, requests, context, self.engine.draft_s)
         return first.total + (k - 1) * later.total
 
-    def round(self, requests: float, context: float, k: int) -> float:
+    def round(self, requests: Many, context: Many, k: int) -> Many:
         """Seconds of a round; k = 0 is a plain step."""
         if k == 0:
             return self.plain(requests, context).total
@@ -102,13 +108,13 @@ class Server:
     def forward(
         self,
         model: ModelShape,
-        tokens: float,
-        requests: float,
-        context: float,
+        tokens: Many,
+        requests: Many,
+        context: Many,
         host: float,
         *,
         graphs: bool = True,
-        logit_rows: float | None = None,
+        logit_rows: Many | None = None,
     ) -> PassTime:
         hardware, engine, tp = self.hardware, self.engine, self.tp
         bandwidth = hardware.hbm_bytes_s * engine.hbm_share * tp
@@ -122,16 +128,16 @@ class Server:
         copies = max(1.0, tp / model.kv_heads)
         kv = requests * context * model.kv_values() * BYTES[self.kv_precision] * copies
         attention = tokens * model.attention_flops(context)
-        over = graphs and tokens <= engine.graph_tokens
+        launched = np.where(graphs & (np.asarray(tokens) <= engine.graph_tokens), 0.0, engine.eager_s)
         return PassTime(
-            matrix=max(weights / bandwidth, flops / rate),
-            attention=max(kv / bandwidth, attention / (hardware.bf16_flops * engine.flops_share * tp)),
+            matrix=np.maximum(weights / bandwidth, flops / rate),
+            attention=np.maximum(kv / bandwidth, attention / (hardware.bf16_flops * engine.flops_share * tp)),
             communication=self._communication(model, tokens),
             logits=LOGIT_PASSES * rows * model.vocab * 4 / bandwidth,
-            host=host + (0.0 if over else engine.eager_s * model.layers / self.model.layers),
+            host=host + launched * model.layers / self.model.layers,
         )
 
-    def _communication(self, model: ModelShape, tokens: float) -> float:
+    def _communication(self, model: ModelShape, tokens: Many) -> Many:
         """Of each layer: an all-reduce after attention; another after the MLP, or to the experts and back."""
         if self.tp == 1:
             return 0.0
@@ -146,4 +152,4 @@ class Server:
 
 def shares(parts: PassTime) -> dict[str, float]:
     """Each cause as a share of the pass."""
-    return {field.name: getattr(parts, field.name) / parts.total for field in fields(parts)}
+    return {field.name: float(getattr(parts, field.name) / parts.total) for field in fields(parts)}

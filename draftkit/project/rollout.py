@@ -1,8 +1,8 @@
 """Seconds to generate the rollouts of a step: response lengths, draining batches, what speculation makes of them.
 
     lengths     log-normal, cut at the longest answer allowed; or your own sample
-    replica     every replica gets its share of the requests at once and drains; the step waits for the slowest, which is
-                taken to be one with an even sample of lengths and the longest response of all
+    replica     every replica gets its share of the requests at once and drains; the step waits for the slowest, taken
+                to be one with an even sample of lengths and the longest response of all
     speculative tau(k) tokens a round; k may depend on the number running (a schedule)
 
 Left out: prefill, prompts of different lengths, acceptance that changes along a response or between responses (tau is
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -38,18 +38,12 @@ class Lengths:
     sigma: float = 0.7
     sample: tuple[float, ...] = ()
 
-    def quantiles(self, shares: np.ndarray) -> np.ndarray:
-        if self.sample:
-            return np.quantile(np.array(self.sample, dtype=float), shares)
-        normal = np.array([NORMAL.inv_cdf(float(share)) for share in shares])
-        return np.minimum(self.median * np.exp(self.sigma * normal), self.longest)
-
     @cached_property
     def median(self) -> float:
         """Of the uncut distribution, so that the cut mean is `mean`."""
-        grid = np.exp(self.sigma * _normal_grid())
+        grid = np.exp(self.sigma * _normal(_even_shares(GRID, 0)))
         low, high = 0.0, float(self.longest) * 1e3
-        for _ in range(60):
+        for _ in range(50):
             middle = (low + high) / 2
             too_long = np.minimum(middle * grid, self.longest).mean() > self.mean
             low, high = (low, middle) if too_long else (middle, high)
@@ -57,18 +51,23 @@ class Lengths:
 
     def of_replica(self, requests: int, of_all: int) -> list[float]:
         """An even sample, its last the longest of all requests of the step."""
-        shares = (np.arange(requests) + 0.5) / requests
+        shares = _even_shares(requests, of_all)
+        if self.sample:
+            return np.quantile(np.array(self.sample, dtype=float), shares).tolist()
+        return np.minimum(self.median * np.exp(self.sigma * _normal(shares)), self.longest).tolist()
+
+
+def _even_shares(count: int, of_all: int) -> tuple[float, ...]:
+    """The middles of `count` equal parts; with of_all, the last one as far out as the largest of so many."""
+    shares = (np.arange(count) + 0.5) / count
+    if of_all:
         shares[-1] = 1 - 0.5 / of_all
-        return [float(length) for length in self.quantiles(shares)]
+    return tuple(shares.tolist())
 
 
-_GRID: list[np.ndarray] = []
-
-
-def _normal_grid() -> np.ndarray:
-    if not _GRID:
-        _GRID.append(np.array([NORMAL.inv_cdf((i + 0.5) / GRID) for i in range(GRID)]))
-    return _GRID[0]
+@lru_cache(maxsize=256)
+def _normal(shares: tuple[float, ...]) -> np.ndarray:
+    return np.array([NORMAL.inv_cdf(share) for share in shares])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +95,13 @@ class Rollouts:
         """k: drafts a round, or by the number running."""
         k_of = k if callable(k) else lambda n: k
         tau = lambda n: acceptance_length(survival[: k_of(n)])  # noqa: E731
-        batch = phases(self.per_replica(), tau, self.slots())
-        return sum(
-            rounds * self.server.round(running, self.prompt + made, k_of(running)) for running, rounds, made in batch
-        )
+        running, rounds, made = np.array(list(phases(self.per_replica(), tau, self.slots()))).T
+        drafts = np.array([k_of(int(n)) for n in running])
+        total = 0.0
+        for length in np.unique(drafts):
+            of = drafts == length
+            total += float(rounds[of] @ self.server.round(running[of], self.prompt + made[of], int(length)))
+        return total
 
     def speedup(self, k: int | Callable[[int], int], survival: Sequence[float]) -> float:
         return self.seconds() / self.seconds(k, survival)
