@@ -56,12 +56,14 @@ class Server:
     precision: str = "bf16"
     kv_precision: str = "bf16"
 
+    def fits(self) -> bool:
+        return self.weight_bytes() / self.tp <= 0.9 * self.hardware.hbm_bytes
+
     def check(self) -> Server:
-        needed, room = self.weight_bytes() / self.tp, self.hardware.hbm_bytes
-        if needed > 0.9 * room:
+        if not self.fits():
             raise UserError(
-                f"{self.model.name} in {self.precision} takes {needed / 1e9:.0f} GB on each of {self.tp} GPUs; "
-                f"{self.hardware.name} has {room / 1e9:.0f} GB.",
+                f"{self.model.name} in {self.precision} takes {self.weight_bytes() / self.tp / 1e9:.0f} GB on each of "
+                f"{self.tp} GPUs; {self.hardware.name} has {self.hardware.hbm_bytes / 1e9:.0f} GB.",
                 "Raise rollout.tp, or set rollout.precision=fp8.",
             )
         return self
@@ -134,7 +136,7 @@ class Server:
             attention=np.maximum(kv / bandwidth, attention / (hardware.bf16_flops * engine.flops_share * tp)),
             communication=self._communication(model, tokens),
             logits=LOGIT_PASSES * rows * model.vocab * 4 / bandwidth,
-            host=host + launched * model.layers / self.model.layers,
+            host=host + launched * model.layers,
         )
 
     def _communication(self, model: ModelShape, tokens: Many) -> Many:

@@ -7,7 +7,7 @@ power, NUMA, and congestion between nodes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def _positive(path: Path, name: str, value: Any) -> float:
 class Engine:
     """How an inference engine fills the hardware. Seconds are host time that kernels do not hide.
 
-    graph_tokens: most tokens of a pass that is replayed as a CUDA graph; a larger one pays `eager_s`, its launches.
+    graph_tokens: most tokens of a pass that is replayed as a CUDA graph; a larger one launches its kernels, by layer.
     """
 
     name: str
@@ -106,8 +106,5 @@ class Engine:
     step_s: float  # of a pass of the verifier: schedule, prepare, sample, detokenise
     round_s: float  # of a round with drafts, beyond that: rejection sampling, bookkeeping of what was rejected
     draft_s: float  # of one pass of the drafter
-    eager_s: float  # of a pass too large for a CUDA graph
+    eager_s: float  # of a layer of a pass too large for a CUDA graph
     graph_tokens: int = 512  # vLLM's default limit
-
-    def with_values(self, **values: float) -> Engine:
-        return replace(self, **values)

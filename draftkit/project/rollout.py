@@ -106,9 +106,15 @@ class Rollouts:
     def speedup(self, k: int | Callable[[int], int], survival: Sequence[float]) -> float:
         return self.seconds() / self.seconds(k, survival)
 
-    def tokens(self) -> float:
-        """Of all responses."""
-        return self.requests * self.lengths.mean
+    def schedule(self, ks: Sequence[int], survival: Sequence[float]) -> Callable[[int], int]:
+        """The k that makes most tokens a second with n requests running, at a middling context; 0 where none pays."""
+        running = np.arange(1, self.slots() + 1, dtype=float)
+        running = running[: len(self.per_replica())]
+        context = self.prompt + self.lengths.mean / 2
+        choices = sorted({0, *ks})
+        rates = [acceptance_length(survival[:k]) / self.server.round(running, context, k) for k in choices]
+        best = np.argmax(np.array(rates), axis=0)
+        return lambda n: choices[best[n - 1]]
 
     def pooled(self, batches: int) -> Rollouts:
         """Several steps' requests in flight together, as a policy that may lag lets them be."""

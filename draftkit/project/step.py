@@ -91,6 +91,20 @@ class Cluster:
         steps = [self._split(split, k, survival) for split in sorted(splits) if self.gpus - split >= tp]
         return min(steps, key=lambda step: step.total)
 
+    def with_fastest_tp(self) -> Cluster:
+        """TP is the power of two, within a link domain, with which *plain* rollouts take least: the baseline's best."""
+        tried = []
+        server = self.rollouts.server
+        tp = 1
+        while tp <= min(self.gpus, server.hardware.domain):
+            other = replace(self, rollouts=replace(self.rollouts, server=replace(server, tp=tp)))
+            if other.rollouts.server.fits():
+                tried.append((other.generation(self.gpus).seconds(), other))
+            tp *= 2
+        if not tried:
+            replace(server, tp=tp // 2).check()
+        return min(tried, key=lambda pair: pair[0])[1]
+
     def generation(self, gpus: int) -> Rollouts:
         return replace(self.rollouts, replicas=max(1, gpus // self.rollouts.server.tp))
 
