@@ -108,13 +108,12 @@ class Rollouts:
 
     def schedule(self, ks: Sequence[int], survival: Sequence[float]) -> Callable[[int], int]:
         """The k that makes most tokens a second with n requests running, at a middling context; 0 where none pays."""
-        running = np.arange(1, self.slots() + 1, dtype=float)
-        running = running[: len(self.per_replica())]
+        running = np.arange(1, min(self.slots(), self.requests) + 1, dtype=float)
         context = self.prompt + self.lengths.mean / 2
         choices = sorted({0, *ks})
         rates = [acceptance_length(survival[:k]) / self.server.round(running, context, k) for k in choices]
         best = np.argmax(np.array(rates), axis=0)
-        return lambda n: choices[best[n - 1]]
+        return lambda n: choices[best[min(n, len(best)) - 1]]
 
     def pooled(self, batches: int) -> Rollouts:
         """Several steps' requests in flight together, as a policy that may lag lets them be."""

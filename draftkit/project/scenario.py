@@ -7,7 +7,6 @@ cell. Left out: schedules of k by hand (the best one is always shown beside the 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +30,7 @@ class RolloutSection(Section):
     mean_tokens: float = Field(4000, gt=0)  # of an answer, as a run's log shows it
     max_tokens: int = Field(8192, gt=0)
     sigma: float = Field(0.7, gt=0, le=3)  # spread of the log length: 0.7 puts the 95th percentile at 3.2 medians
+    lengths: str | None = None  # a file of measured answer lengths, one a line, instead of the three above
     prompt_tokens: int = Field(256, ge=0)
     tp: int | Literal["auto"] = "auto"  # GPUs of a replica; auto: the fastest without speculation
     precision: Literal["bf16", "fp8"] = "bf16"
@@ -190,6 +190,20 @@ def survival_for(drafter: DrafterSection, acceptance: float) -> list[float]:
     return curve
 
 
+def read_lengths(path: Path) -> Lengths:
+    hint = "A text file with the tokens of one answer on each line."
+    if not path.is_file():
+        raise UserError(f"rollout.lengths: {path} does not exist.", hint)
+    sample = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split(), 1):
+        if not line.isdigit() or int(line) == 0:
+            raise UserError(f"rollout.lengths: {path}, entry {number}: {line!r} is no number of tokens above 0.", hint)
+        sample.append(float(line))
+    if not sample:
+        raise UserError(f"rollout.lengths: {path} is empty.", hint)
+    return Lengths(sum(sample) / len(sample), int(max(sample)), sample=tuple(sample))
+
+
 # --- building what is priced ---------------------------------------------------------------------------------------
 
 
@@ -208,6 +222,8 @@ def cluster_of(scenario: Scenario, gpus: int, lag: int, requests: int) -> Cluste
         rollout.precision, rollout.kv_precision,
     )  # fmt: skip
     lengths = Lengths(rollout.mean_tokens, rollout.max_tokens, rollout.sigma)
+    if rollout.lengths is not None:
+        lengths = read_lengths(Path(rollout.lengths).expanduser())
     batch = Rollouts(server, requests, 1, lengths, rollout.prompt_tokens, rollout.max_num_seqs)
     shares = trainer.model_dump(exclude={"gpus"})
     if trainer.gpus is not None and lag and trainer.gpus >= gpus:
@@ -217,7 +233,3 @@ def cluster_of(scenario: Scenario, gpus: int, lag: int, requests: int) -> Cluste
         return cluster.with_fastest_tp()
     server.check()
     return cluster
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
