@@ -24,9 +24,9 @@ SCHEMA = "draftkit.project/1"
 HEAT_MAP = "speedup.png"
 COLUMNS = ("GPUs", "lag", "requests", "accept", "k", "AL", "TP", "at once", "rollout", "step", "rollout s", "step s")
 LEGEND = (
-    "accept: of a draft whose predecessors were accepted. AL: tokens a verify round. at once: requests that a "
-    "replica begins with. rollout, step: speedup over no speculation (with lag: rollouts on the GPUs that generate without it, the step "
-    "at its own best split); then seconds. schedule: at each number of running requests the k that pays most."
+    "accept: of a draft whose predecessors were accepted. AL: tokens a verify round. at once: requests that a replica "
+    "begins with. rollout, step: speedup over no speculation (with lag: rollouts on the GPUs that generate without it, "
+    "the step at each arm's best split); then seconds. schedule: at each number of running requests the k that pays most."
 )
 
 
@@ -69,8 +69,8 @@ def assumptions(scenario: Scenario) -> list[str]:
         f"drafter {scenario.drafter.method}, survival {' '.join(f'{s:.2f}' for s in survival)}, the same all along an "
         "answer" + ("; beyond what was measured the last ratio goes on" if overlong else ""),
         f"trainer: {trainer.train_share:.1%} of the bf16 peak in training, {trainer.logprob_share:.1%} in "
-        f"log-probabilities, {'padded to the longest' if trainer.padded else 'unpadded'}, "
-        f"{trainer.other_s:g} s beside; with lag n, n batches are generated at once beside training, each arm at its best split of the GPUs",
+        f"log-probabilities, {'padded to the longest' if trainer.padded else 'unpadded'}, {trainer.other_s:g} s beside",
+        "with lag n, n batches are generated at once beside training, each arm at its best split of the GPUs",
         "experts are woken independently and evenly; prefill, rewards and environments cost nothing",
     ]
 
@@ -136,36 +136,33 @@ def is_projection(folder: Path) -> bool:
 
 
 def heat_map(results: dict[str, Any]) -> bytes:
-    """PNG: rollout left, step right; k across, the axis with most values down, the other axes at their first value."""
+    """PNG: rollout left, step right; k across, every combination of the other axes down."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cells = [cell for cell in results["cells"] if cell["k"] != SCHEDULE]
-    others = axes_of(cells)[:-1]
-    count = {axis: len({cell[axis] for cell in cells}) for axis in others}
-    down = max(others, key=lambda axis: count[axis]) if others else "gpus"
-    fixed = {axis: cells[0][axis] for axis in others if axis != down}
-    cells = [cell for cell in cells if all(cell[axis] == value for axis, value in fixed.items())]
-    ks, values = sorted({cell["k"] for cell in cells}), sorted({cell[down] or 0 for cell in cells})
-    figure = Figure(figsize=(4 + 1.2 * len(ks), 2.4 + 0.5 * len(values)), layout="constrained")
+    others = axes_of(cells)[:-1] or ["gpus"]
+    ks = sorted({cell["k"] for cell in cells})
+    places = list(dict.fromkeys(tuple(cell[axis] for axis in others) for cell in cells))
+    figure = Figure(figsize=(5 + 1.2 * len(ks), 2.2 + 0.35 * len(places)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, what in zip(figure.subplots(1, 2), ("rollout", "step"), strict=True):
-        grid = np.full((len(values), len(ks)), np.nan)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axis, what in ((left, "rollout"), (right, "step")):
+        grid = np.full((len(places), len(ks)), np.nan)
         for cell in cells:
-            grid[values.index(cell[down] or 0), ks.index(cell["k"])] = cell[f"{what}_speedup"]
-        span = max(0.05, float(np.nanmax(np.abs(np.log2(grid)))))
-        axis.imshow(np.log2(grid), cmap="RdBu", vmin=-span, vmax=span, aspect="auto", origin="lower")
+            grid[places.index(tuple(cell[name] for name in others)), ks.index(cell["k"])] = cell[f"{what}_speedup"]
+        shade = np.log2(grid)
+        span = max(0.05, float(np.nanmax(np.abs(shade))))
+        axis.imshow(shade, cmap="RdBu", vmin=-span, vmax=span, aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center")
+            color = "white" if abs(shade[row, column]) > 0.6 * span else "black"
+            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
         axis.set_xticks(range(len(ks)), [str(k) for k in ks])
-        axis.set_yticks(
-            range(len(values)), ["measured" if v == 0 and down == "acceptance" else f"{v:g}" for v in values]
-        )
         axis.set_xlabel("draft tokens a round, k")
         axis.set_title(f"{what} speedup")
-    figure.axes[0].set_ylabel(down)
-    beside = "".join(f", {axis} = {value}" for axis, value in fixed.items())
-    figure.suptitle(f"{results['scenario']['name']}{beside} (projected)")
+    left.set_yticks(range(len(places)), [", ".join(f"{value:g}" for value in place) for place in places])
+    left.set_ylabel(", ".join(others))
+    figure.suptitle(f"{results['scenario']['name']} (projected)")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
@@ -209,7 +206,7 @@ def constants() -> list[str]:
         f"fitted on the 6 points of the set calibration: {host_time(engine)} (vLLM's largest CUDA graph)",
         f"set: {engine.hbm_share:.0%} of the bandwidth, {engine.flops_share:.0%} of the FLOPs",
         f"from plain stage times: {trainer.train_share:.1%} and {trainer.logprob_share:.1%} of the bf16 peak in "
-        f"training and log-probabilities, {trainer.other_s} s beside; mean answer of a workload from its plain rollout time",
+        f"training and log-probabilities, {trainer.other_s} s beside; mean answer of a workload from its plain rollouts",
         "assumed, unpublished: 2,048 rollouts of at most 8,192 tokens, TP 2 (8B); mean 4,000 of 8,192 tokens (235B)",
         "projections: the paper's simulator is compared with both engines; its own host times are not published",
     ]
