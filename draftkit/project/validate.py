@@ -136,7 +136,7 @@ def projections(engine: Engine) -> list[Point]:
     """FP8, 4,096 rollouts [2nd]; lengths are ours, TP the best for plain rollouts: the paper's are not published."""
     points = []
     for gpus, lag, k, tau, rollout, step in PROJECTED:
-        cluster = Cluster(_rollouts_235b(engine), c.TRAINER, gpus, lag).with_fastest_tp()
+        cluster = cluster_235b(engine, gpus, lag)
         survival = even_survival(tau, k)
         plain, fast = cluster.plain(), cluster.step(k, survival)
         batch = cluster.generation(gpus)
@@ -147,11 +147,12 @@ def projections(engine: Engine) -> list[Point]:
     return points
 
 
-def _rollouts_235b(engine: Engine) -> Rollouts:
+def cluster_235b(engine: Engine, gpus: int, lag: int) -> Cluster:
     model = MODELS[BIG["model"]]
     head = eagle3_shape(model, c.DRAFT_VOCAB)
     server = Server(model, head, HARDWARE["gb200"], engine, precision="fp8", kv_precision="fp8")
-    return Rollouts(server, BIG["requests"], 1, Lengths(BIG["mean"], BIG["longest"]))
+    batch = Rollouts(server, BIG["requests"], 1, Lengths(BIG["mean"], BIG["longest"]))
+    return Cluster(batch, c.TRAINER, gpus, lag).with_fastest_tp()
 
 
 # --- OLMoE on A100: what four tokens a request cost -----------------------------------------------------------------
