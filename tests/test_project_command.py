@@ -187,5 +187,5 @@ def test_validate_prints_every_point_and_the_score(draftkit):
     for point in document["points"]:
         assert point["error"] == pytest.approx(point["said"] / point["known"] - 1)
         assert point["source"][0] == "["
-    assert all(p["error_left_out"] is not None for p in document["points"] if p["set"] == "calibration")
+    assert all(p["error_left_out"] is not None for p in document["points"] if p["set"] == "fitted")
     assert "within the target" in document["headline"] and "within the target" in done.stderr

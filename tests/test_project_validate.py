@@ -79,5 +79,5 @@ def test_an_own_machine_reproduces_the_plain_steps_that_it_was_fitted_on():
 
 def test_the_score_counts_what_was_met(points):
     text = report._score(points)
-    aimed = [p for p in points if p.group in ("calibration", "held out") and p.target is not None]
+    aimed = [p for p in points if p.group in ("fitted", "held out") and p.target is not None]
     assert f"8B {sum(abs(p.error) <= 0.15 for p in aimed)} of {len(aimed)} (15 %)" in text

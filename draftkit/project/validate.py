@@ -4,9 +4,9 @@ Each point names its source; [2nd] is second-hand (the paper's numbers as public
 by draftkit, [public] is somebody's published measurement. A point may carry inputs (model, cluster, k, acceptance
 length, plain time), never a constant of its own: predictions come from the functions below, one a group.
 
-    calibration   the six points from which three host times were found; leave-one-out beside them
+    fitted        the six points from which three host times were found; leave-one-out beside them
     held out      same set of constants, points that did not enter the fit
-    projections   the paper's simulator against ours: two engines, since its own is not published
+    235B          the paper's simulator against ours: two engines, since its own is not published
     own           a 135M model on two CPU cores, calibrated from the k = 0 cells alone
 """
 
@@ -75,8 +75,8 @@ def calibrated(engine: Engine, *, leave_one_out: bool) -> list[Point]:
         if leave_one_out:
             others = c.FITTED[:i] + c.FITTED[i + 1 :]
             without = c.predict(c.refit(others, start=engine, rounds=3), c.SETUP, [point])[0]
-        name = f"{point.workload}, EAGLE-3, k = {point.k}, AL {point.tau}: rollout"
-        points.append(Point("calibration", name, PAPER, point.speedup, said, 0.15, without))
+        name = f"{point.workload}, k = {point.k}, AL {point.tau}: rollout"
+        points.append(Point("fitted", name, PAPER, point.speedup, said, 0.15, without))
     return points
 
 
@@ -113,11 +113,11 @@ def steps_8b(engine: Engine) -> list[Point]:
     for p, known in ((c.FITTED[0], 1.41), (c.FITTED[3], 1.35)):
         cluster = _cluster_8b(engine, p.workload, gpus=32)
         value = cluster.plain().total / cluster.step(p.k, even_survival(p.tau, p.k)).total
-        points.append(Point("held out", f"{p.workload}, EAGLE-3, k = 3: step", PAPER, known, value, 0.15))
+        points.append(Point("held out", f"{p.workload}, k = 3: step", PAPER, known, value, 0.15))
     p = c.FITTED[3]
     cluster = _cluster_8b(engine, p.workload, gpus=64, lag=1, train_gpus=16)
     value = cluster.plain().total / cluster.step(p.k, even_survival(p.tau, p.k)).total
-    name = "RL-Think, EAGLE-3, k = 3, lag 1, 48 + 16 GPUs: step"
+    name = "RL-Think, k = 3, lag 1, 48 + 16 GPUs: step"
     return [*points, Point("held out", name, f"{PAPER}; sources disagree", 1.24, value)]
 
 
@@ -140,8 +140,8 @@ def projections(engine: Engine) -> list[Point]:
         survival = even_survival(tau, k)
         plain, fast = cluster.plain(), cluster.step(k, survival)
         batch = cluster.generation(gpus)
-        name = f"235B, {gpus} GPUs (TP {batch.server.tp}), lag {lag}, k = {k}, AL {tau:g}"
-        group = f"projections, engine {engine.name}"
+        name = f"{gpus} GPUs (TP {batch.server.tp}), lag {lag}, k = {k}, AL {tau:g}"
+        group = f"235B {engine.name}"
         points.append(Point(group, f"{name}: rollout", PAPER, rollout, batch.speedup(k, survival), 0.2))
         points.append(Point(group, f"{name}: step", PAPER, step, plain.total / fast.total, 0.2))
     return points
@@ -236,7 +236,7 @@ def rows(points: Sequence[Point]) -> list[list[str]]:
         [
             point.group,
             point.name,
-            point.source,
+            point.source.partition("]")[0] + "]",
             f"{point.known:.2f}",
             f"{point.predicted:.2f}",
             f"{100 * point.error:+.0f} %",
@@ -247,4 +247,4 @@ def rows(points: Sequence[Point]) -> list[list[str]]:
     ]
 
 
-COLUMNS = ("set", "point", "source", "known", "said", "error", "left out", "target")
+COLUMNS = ("set", "point", "", "known", "said", "error", "left out", "target")
