@@ -4,7 +4,7 @@ draftkit <verb> [-r RECIPE] [named flags] [a.b=value ...] [--dry-run] [--print-c
                 [--overwrite] [--json | -q] [--debug]
 
 Each verb maps its named flags to recipe keys and hands a `Stage` to `_go`, which is the whole life of a command.
-Left out until it is built: `project`.
+`project` reads a scenario instead of a recipe and is done in seconds: no run to resume.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from draftkit.recipe import (
     QUICKSTART,
     RL_QUICKSTART,
     Recipe,
+    Section,
     find_shipped,
     flat_values,
     load_recipe,
@@ -168,11 +169,15 @@ def _go(
 
 
 def _show_config(stage: Stage) -> None:
-    values = flat_values(stage.recipe)
+    _show_settings(stage.recipe, stage.sources)
+
+
+def _show_settings(settings: Section, sources: dict[str, str]) -> None:
+    values = flat_values(settings)
     shown = {key: f"{key}: {json.dumps(value)}" for key, value in values.items()}
     width = max(len(text) for text in shown.values() if len(text) < 50)
-    screen.closing(*(escape(f"{text:<{width}}  # {stage.sources[key]}") for key, text in shown.items()))
-    screen.emit_json({key: {"value": value, "source": stage.sources[key]} for key, value in values.items()})
+    screen.closing(*(escape(f"{text:<{width}}  # {sources[key]}") for key, text in shown.items()))
+    screen.emit_json({key: {"value": value, "source": sources[key]} for key, value in values.items()})
 
 
 def _check_model(recipe: Recipe) -> str:
@@ -581,6 +586,70 @@ def rl(
     _go(stage, work, check, next_command, **_mode(dry_run, print_config, resume, overwrite))
 
 
+@app.command()
+@guarded
+def project(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=value", help="Scenario keys.")] = None,
+    scenario: Annotated[
+        str, typer.Option("-r", "--scenario", help="Name of a shipped scenario, or a path.")
+    ] = "qwen3-235b-gb200",
+    model: Annotated[str | None, typer.Option(help="A known model, a config.json, or its directory.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="A known GPU, or a YAML file with your own.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs, for example 64,512.")] = None,
+    k: Annotated[str | None, typer.Option(help="Draft lengths, for example 1,3,5.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Rollouts of a step, for example 1024,4096.")] = None,
+    lag: Annotated[str | None, typer.Option(help="Policy versions that rollouts may lag, for example 0,1,2.")] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(help="A finished eval-acceptance run, a survival curve such as 0.8,0.62,0.47, or one number."),
+    ] = None,
+    validate: Annotated[bool, typer.Option("--validate", help="Every public number against what is said.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory. Default: outputs/project/<scenario name>.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the directory's projection.")] = False,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """What speculation would bring for a model, a cluster and a schedule that one does not have."""
+    from draftkit.project import report
+    from draftkit.project.scenario import load_scenario, read_acceptance
+
+    flags: dict[str, Any] = {
+        "model": model,
+        "hardware": hardware,
+        "gpus": _numbers("--gpus", gpus, int),
+        "drafter.k": _numbers("--k", k, int),
+        "rollout.requests": _numbers("--batch", batch, int),
+        "lag": _numbers("--lag", lag, int),
+    } | ({} if acceptance is None else read_acceptance(acceptance))
+    if validate:
+        if overrides or out or any(value is not None for value in flags.values()):
+            raise UserError("--validate has its own points and takes no scenario.", "Leave the other flags out.")
+        document = report.validation()
+        report.show_validation(document)
+        screen.closing(escape(document["headline"]), "next: draftkit project --model qwen3-8b --gpus 32 --lag 0,1")
+        return screen.emit_json({key: value for key, value in document.items() if key != "rows"})
+    settings, sources = load_scenario(scenario, overrides, flags)
+    folder = out or OUTPUTS / "project" / settings.name
+    if print_config:
+        return _show_settings(settings, sources)
+    if folder.exists() and not overwrite:
+        raise UserError(f"{folder} exists.", "Use --overwrite, or another --out.")
+    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or report.is_projection(folder))):
+        raise UserError(f"{folder} is no projection, so it is not replaced.", "Name another --out.")
+    results = report.project(settings)
+    if dry_run:
+        screen.closing(f"would write {len(results['cells'])} cells", f"out: {escape(str(folder))}")
+        return screen.emit_json({"dry_run": [f"{len(results['cells'])} cells", f"out: {folder}"]})
+    report.show(results)
+    report.write(results, folder)
+    screen.closing(f"projection: {escape(str(folder))}", escape(results["headline"]))
+    screen.closing("next: draftkit project --validate  # how far such numbers were off where we know the truth")
+    screen.emit_json({"out": str(folder)} | results)
+
+
 def _mode(dry_run: bool, print_config: bool, resume: bool, overwrite: bool) -> dict[str, bool]:
     return dict(dry_run=dry_run, print_config=print_config, resume=resume, overwrite=overwrite)
 
@@ -678,9 +747,10 @@ def recipes(
     screen.table(
         "recipes", ["name", "description"], [[escape(stem), escape(text)] for stem, text in found.items()], left=2
     )
-    data = list(shipped("data_recipes"))
-    screen.closing(f"data recipes: {', '.join(data)}", "next: draftkit prepare -r NAME --dry-run")
-    screen.emit_json({"recipes": found, "data_recipes": data})
+    data, scenarios = list(shipped("data_recipes")), list(shipped("scenarios"))
+    screen.closing(f"data recipes: {', '.join(data)}", f"scenarios of `project`: {', '.join(scenarios)}")
+    screen.closing("next: draftkit prepare -r NAME --dry-run")
+    screen.emit_json({"recipes": found, "data_recipes": data, "scenarios": scenarios})
 
 
 def _version(asked: bool) -> None:

@@ -6,8 +6,9 @@ Precedence: defaults < recipe < override < named flag; a flag and an override of
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -285,16 +286,26 @@ class Recipe(Section):
 QUICKSTART, RL_QUICKSTART = "quickstart", "rl-quickstart"
 
 
-def shipped(kind: Literal["recipes", "data_recipes"]) -> dict[str, Path]:
-    """Name -> file of what ships with the package: `draftkit/_shipped/` in a wheel, the top level in a checkout."""
+Kind = Literal["recipes", "data_recipes", "scenarios"]
+
+
+def shipped(kind: Kind) -> dict[str, Path]:
+    """Name -> file of what ships with the package: `draftkit/_shipped/` in a wheel, the top level in a checkout;
+    scenarios lie in the room that reads them."""
     package = Path(__file__).resolve().parent
-    folder = package / "_shipped" / kind
+    folder = package / "project" / kind if kind == "scenarios" else package / "_shipped" / kind
     if not folder.is_dir():
         folder = package.parent / kind
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def find_shipped(name_or_path: str, kind: Literal["recipes", "data_recipes"]) -> Path:
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`Did you mean ...? `, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {near[0]}? " if near else ""
+
+
+def find_shipped(name_or_path: str, kind: Kind) -> Path:
     """A path (it has a separator or a YAML suffix) or the name of a shipped file."""
     what = kind.replace("_", " ").removesuffix("s")
     path = Path(name_or_path).expanduser()
@@ -304,9 +315,8 @@ def find_shipped(name_or_path: str, kind: Literal["recipes", "data_recipes"]) ->
         return path
     known = shipped(kind)
     if name_or_path not in known:
-        near = difflib.get_close_matches(name_or_path, known, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise UserError(f"No {what} is called {name_or_path!r}.", f"{hint}Shipped: {', '.join(known)}; or give a path.")
+        hint = f"{nearest(name_or_path, known)}Shipped: {', '.join(known)}; or give a path."
+        raise UserError(f"No {what} is called {name_or_path!r}.", hint)
     return known[name_or_path]
 
 
@@ -356,21 +366,28 @@ def _leaves(model: type[Section], prefix: str = "") -> list[str]:
     return keys
 
 
-def _unknown(key: str, where: str) -> UserError:
-    valid = _leaves(Recipe)
+def _unknown(key: str, where: str, root: type[Section]) -> UserError:
+    valid = _leaves(root)
     same_leaf = [v for v in valid if v.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = same_leaf or difflib.get_close_matches(key, valid + list(_sections(Recipe)), n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"Sections: {', '.join(_sections(Recipe))}."
-    return UserError(f"{where}: there is no recipe key {key!r}.", hint)
+    near = same_leaf or difflib.get_close_matches(key, valid + list(_sections(root)), n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"Sections: {', '.join(_sections(root))}."
+    return UserError(f"{where}: there is no {root.__name__.lower()} key {key!r}.", hint)
 
 
-def _flatten(tree: dict[str, Any], where: str, model: type[Section] = Recipe, prefix: str = "") -> dict[str, Any]:
-    """Nested mapping -> {dotted leaf: value}, refusing keys that the schema does not have."""
+def _flatten(
+    tree: dict[str, Any],
+    where: str,
+    root: type[Section] = Recipe,
+    model: type[Section] | None = None,
+    prefix: str = "",
+) -> dict[str, Any]:
+    """Nested mapping -> {dotted leaf: value}, refusing keys that the schema `root` does not have."""
+    model = model or root
     nested = _sections(model)
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in model.model_fields:
-            raise _unknown(f"{prefix}{key}", where)
+            raise _unknown(f"{prefix}{key}", where, root)
         if key not in nested:
             flat[prefix + key] = value
         elif value is None:  # a section whose every line is commented out
@@ -378,7 +395,7 @@ def _flatten(tree: dict[str, Any], where: str, model: type[Section] = Recipe, pr
         elif not isinstance(value, dict):
             raise UserError(f"{where}: {prefix}{key} is a section of settings, not the value {value!r}.")
         else:
-            flat |= _flatten(value, where, nested[key], f"{prefix}{key}.")
+            flat |= _flatten(value, where, root, nested[key], f"{prefix}{key}.")
     return flat
 
 
@@ -393,7 +410,7 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _parse_override(text: str) -> dict[str, Any]:
+def _parse_override(text: str, root: type[Section]) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise UserError(f"{text!r} is not an override.", "Overrides read section.key=value, for example train.lr=5e-4.")
@@ -401,14 +418,14 @@ def _parse_override(text: str) -> dict[str, Any]:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UserError(f"The value of the override {text!r} is not valid YAML.") from error
-    return _flatten(_nest({key.strip(): parsed}), f"override {text!r}")
+    return _flatten(_nest({key.strip(): parsed}), f"override {text!r}", root)
 
 
-def _one_sentence(error: ValidationError, sources: dict[str, str]) -> UserError:
+def _one_sentence(error: ValidationError, sources: dict[str, str], root: type[Section]) -> UserError:
     """The first complaint of pydantic as `key (source) should be ..., not value.`"""
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
-    dotted = ".".join(names[:2] if names and names[0] in _sections(Recipe) else names[:1])
+    dotted = ".".join(names[:2] if names and names[0] in _sections(root) else names[:1])
     problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable to parse")[0]
     problem = "has too few values" if first["type"] == "missing" else problem
     shown = repr(first["input"])
@@ -421,39 +438,53 @@ def _one_sentence(error: ValidationError, sources: dict[str, str]) -> UserError:
 def load_recipe(
     name_or_path: str | Path = QUICKSTART, overrides: list[str] | None = None, flags: dict[str, Any] | None = None
 ) -> tuple[Recipe, dict[str, str]]:
-    """Returns the recipe and, for every dotted key, where its value came from.
+    """Returns the recipe and, for every dotted key, where its value came from."""
+    path = find_shipped(str(name_or_path), "recipes")
+    return load_settings(Recipe, path, f"recipe {name_or_path}", overrides, flags)
+
+
+Settings = TypeVar("Settings", bound=Section)
+
+
+def load_settings(
+    root: type[Settings],
+    path: Path,
+    named: str,
+    overrides: list[str] | None = None,
+    flags: dict[str, Any] | None = None,
+) -> tuple[Settings, dict[str, str]]:
+    """Settings of the schema `root` from a YAML file, and for every dotted key where its value came from.
 
     `overrides` are `a.b=value` strings whose values are YAML; `flags` maps dotted keys to values given as named
-    command-line flags (None = not given).
+    command-line flags (None = not given). named: what the file is called as a source.
     """
-    path = find_shipped(str(name_or_path), "recipes")
-    layers = [(f"recipe {name_or_path}", _flatten(read_yaml(path), str(path)))]
+    layers = [(named, _flatten(read_yaml(path), str(path), root))]
     given: dict[str, Any] = {}
     for text in overrides or []:
-        parsed = _parse_override(text)
+        parsed = _parse_override(text, root)
         if twice := sorted(parsed.keys() & given.keys()):
             raise UserError(f"{twice[0]} is overridden twice on the command line.", "Keep one of the two.")
         given |= parsed
     layers.append(("override", given))
-    named = {key: value for key, value in (flags or {}).items() if value is not None}
-    if clash := sorted(named.keys() & given.keys()):
+    by_flag = {key: value for key, value in (flags or {}).items() if value is not None}
+    if clash := sorted(by_flag.keys() & given.keys()):
         raise UserError(
-            f"{clash[0]} is set both by a named flag ({named[clash[0]]!r}) and by an override ({given[clash[0]]!r}).",
+            f"{clash[0]} is set both by a named flag ({by_flag[clash[0]]!r}) and by an override ({given[clash[0]]!r}).",
             "Keep one of the two.",
         )
-    layers.append(("flag", named))
+    layers.append(("flag", by_flag))
 
-    sources = dict.fromkeys(_leaves(Recipe), "default")
+    sources = dict.fromkeys(_leaves(root), "default")
     flat: dict[str, Any] = {}
     for source, layer in layers:
         flat |= layer
         sources |= dict.fromkeys(layer, source)
     try:
-        return Recipe.model_validate(_nest(flat)), sources
+        return root.model_validate(_nest(flat)), sources
     except ValidationError as error:
-        raise _one_sentence(error, sources) from error
+        raise _one_sentence(error, sources, root) from error
 
 
-def flat_values(recipe: Recipe) -> dict[str, Any]:
+def flat_values(recipe: Section) -> dict[str, Any]:
     """{dotted key: value}, for `--print-config` and for naming the fields in which two recipes differ."""
-    return _flatten(recipe.model_dump(mode="json"), recipe.name)
+    return _flatten(recipe.model_dump(mode="json"), "settings", type(recipe))

@@ -25,6 +25,7 @@ LEVEL = {
     "drafters": 3,
     "train": 4,
     "evals": 5,
+    "project": 6,
     "doctor": 5,
     "rl": 6,
     "cli": 7,
