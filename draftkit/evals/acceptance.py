@@ -35,6 +35,9 @@ from typing import Any
 
 import numpy as np
 
+from draftkit.evals.speed_model import schedule
+
+SCHEMA = "draftkit.eval-acceptance/1"
 LEVEL = 0.95
 BOOTSTRAP_DRAWS = 4000
 
@@ -235,3 +238,24 @@ def _split_cost(rows: list[Row], cost: float | None) -> Row:
 
 def _times(row: Row) -> tuple[float, float, float]:
     return row["wall_s"], row["parts_s"]["draft_s"], row["parts_s"]["step_s"]
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+def results_from_rows(rows: list[Row]) -> Row:
+    """The lines of metrics.jsonl -> everything in results.json but `env`. Pure: same rows, same table."""
+    plan = rows[0]
+    cells = cells_from_rows((row for row in rows if row["event"] == "measured"), plan["seed"])
+    by_temperature: dict[float, list[Row]] = {}
+    for cell in cells:
+        by_temperature.setdefault(cell["temperature"], []).append(cell)
+    schedules = {t: schedule(of_t, plan["max_num_seqs"]) for t, of_t in by_temperature.items()}
+    return {
+        "schema": SCHEMA,
+        **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature")},
+        "verifier_fingerprint": plan["verifier_fingerprint"],
+        "cells": cells,
+        "schedule": schedules[plan["temperature"]],
+        "schedules": [{"temperature": t, "ranges": ranges} for t, ranges in schedules.items()],
+    }
