@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.errors import UserError
-from draftkit.report import acceptance, drafts, markdown, page, rl, training
+from draftkit.report import acceptance, drafts, markdown, page, rl, rl_rows, training
 from draftkit.report.document import Block, Code, Report, Section, Table, Text
 from draftkit.report.runs import Run, labelled, read_all
 
@@ -135,7 +135,7 @@ def _glance(runs: Sequence[Run]) -> list[Block]:
 def _notes(runs: Sequence[Run], *, alone: bool) -> list[Text]:
     notes = []
     for run in runs:
-        raised = rl.alarms(run) if run.verb == "rl" else []
+        raised = rl_rows.alarms(run) if run.verb == "rl" else []
         for problem in (*run.problems, *raised):
             notes.append(Text(problem[0].upper() + problem[1:] if alone else f"{run.label}: {problem}", "warning"))
     return notes

@@ -70,7 +70,8 @@ def pieces(row: Row) -> Iterator[tuple[str, str]]:
     if row.get("first") is not None:
         yield "first", short(row["first"])
     for found in row["rounds"][:LONGEST_RESPONSE]:
-        for i, draft in enumerate(found["drafted"]):
+        judged = found["drafted"] if found["own"] is not None else found["drafted"][: found["accepted"]]
+        for i, draft in enumerate(judged):  # what the end of the answer cut off was neither accepted nor rejected
             yield ("accepted" if i < found["accepted"] else "rejected"), short(draft)
         if found["own"] is not None:
             yield "own", short(found["own"])

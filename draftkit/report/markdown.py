@@ -79,7 +79,7 @@ def _(block: Drafts) -> str:
     marks = {"accepted": "ins", "rejected": "del"}
     marked = []
     for kind, run in drafts.merged(drafts.pieces(block.row)):
-        mark = marks.get(kind)
+        mark, run = marks.get(kind), run.replace("\n", " ⏎ ")
         marked.append(f"<{mark}>{plain(run)}</{mark}>" if mark else plain(run))
     asked = plain(drafts.prompt(block.row).strip())
     return f"**{plain(block.title)}**\n\n> {asked}\n\n{''.join(marked).strip()}"
