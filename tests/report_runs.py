@@ -120,7 +120,7 @@ def train_run(path: Path, steps: int = 30, *, finished: bool = True, parity: boo
     def row(step: int) -> dict[str, Any]:
         return {"step": step, "tokens": 800, "loss": 8 / step, "kl": [1.0], "cond_acc": [0.5],
                 "expected_acceptance_greedy": [0.3, 0.2], "expected_acceptance_sampled": [0.5, 0.4],
-                "vocab_ceiling": 0.97, "simulated_acceptance_length": 1.8, "tokens_per_s": 900.0, "lr": 1e-3}  # fmt: skip
+                "vocab_ceiling": 0.97, "tokens_per_s": 900.0, "lr": 1e-3}  # fmt: skip
 
     rows = [row(step) for step in range(1, steps + 1)] + [{"step": 10, "heldout": HELD}]
     checked = {

@@ -137,7 +137,7 @@ def _notes(runs: Sequence[Run], *, alone: bool) -> list[Text]:
     for run in runs:
         raised = rl_rows.alarms(run) if run.verb == "rl" else []
         for problem in (*run.problems, *raised):
-            notes.append(Text(problem[0].upper() + problem[1:] if alone else f"{run.label}: {problem}", "warning"))
+            notes.append(Text(problem if alone else f"{run.label}: {problem}", "warning"))
     return notes
 
 

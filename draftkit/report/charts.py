@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 5.6, 3.3  # inches; one panel is as wide as a phone shows legibly
 LEGEND_LETTERS = 84  # in one row
+LONGEST_LABEL = 44  # characters
 MOST_POINTS = 240  # of a line; more steps than that are averaged in groups
 INK, RULE = "#0a0b0c", "#d0d3d7"
 PALETTE = {
@@ -39,6 +40,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", ":", "-.")
 STYLE = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a label is a name that somebody chose
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.5,
@@ -126,7 +128,13 @@ def line(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, place
     """One series; markers where they do not run together."""
     few = len(xs) <= 40
     style = {"marker": MARKERS[place % len(MARKERS)] if few else None, "color": SERIES[place % len(SERIES)]}
-    axes.plot(xs, ys, **(style | {"linestyle": DASHES[place // len(SERIES) % 4]} | options), label=label)
+    axes.plot(xs, ys, **(style | {"linestyle": DASHES[place // len(SERIES) % 4]} | options), label=short(label))
+
+
+def short(label: str) -> str:
+    """For a legend, which leaves out what begins with an underscore; of a long name the end."""
+    label = label if len(label) <= LONGEST_LABEL else f"…{label[1 - LONGEST_LABEL :]}"
+    return f" {label}" if label.startswith("_") else label
 
 
 def even(axes: Axes, label: str = "break-even") -> None:
@@ -163,7 +171,7 @@ def with_bars(
         high.append(max(0.0, upper - y))
     colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
     style = {"marker": marker, "color": colour, "capsize": 3, "elinewidth": 1.1}
-    axes.errorbar(xs, ys, [low, high], **(style | options), label=label)
+    axes.errorbar(xs, ys, [low, high], **(style | options), label=short(label))
 
 
 def stacked_area(axes: Axes, xs: Sequence[float], layers: Sequence[tuple[str, str, Sequence[float]]]) -> None:

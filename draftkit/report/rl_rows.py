@@ -37,9 +37,9 @@ def num_probes(run: Run) -> int:
 
 def alarms(run: Run) -> list[str]:
     """What the run itself raised: losslessness alarms and canary faults."""
-    raised = {f"losslessness alarm: {alarm}" for row in run.steps for alarm in at(row, "lossless", "alarms") or []}
+    raised = {f"Losslessness alarm: {alarm}" for row in run.steps for alarm in at(row, "lossless", "alarms") or []}
     causes = {at(row, "canary", "cause") for row in run.steps}
-    return sorted(raised) + sorted(f"canary: {cause}" for cause in causes if cause)
+    return sorted(raised) + sorted(f"Canary: {cause}" for cause in causes if cause)
 
 
 def said(run: Run, runs: Sequence[Run], text: str) -> str:

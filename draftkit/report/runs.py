@@ -152,7 +152,7 @@ def _partial(metrics: Sequence[Row], problems: list[str]) -> Row | None:
     try:
         return results_from_rows(list(metrics))
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError):
-        problems.append("its measurements are damaged: no table can be made of them.")
+        problems.append("Its measurements are damaged: no table can be made of them.")
         return None
 
 
@@ -163,7 +163,7 @@ def _unfinished(verb: str, metrics: Sequence[Row]) -> str:
         far = f"{sum(row.get('event') == 'measured' for row in metrics)} measurements are in"
     elif verb == "prepare":
         far = f"{len(metrics)} shards are in"
-    return f"not finished: {far}; go on with --resume."
+    return f"Not finished: {far}; go on with --resume."
 
 
 def _text(file: Path) -> str:
@@ -178,7 +178,7 @@ def _object(file: Path, parse: Callable[[str], Any], problems: list[str]) -> Row
     except (ValueError, yaml.YAMLError):
         found = None
     if not isinstance(found, dict):
-        problems.append(f"{file.name} is damaged and was left out.")
+        problems.append(f"The file {file.name} is damaged and was left out.")
         return None
     return found
 
@@ -199,7 +199,7 @@ def _lines(file: Path, problems: list[str]) -> list[Row]:
         else:
             damaged += bool(line.strip())
     if torn.strip():
-        problems.append(f"the last line of {file.name} is torn and was left out.")
+        problems.append(f"The last line of {file.name} is torn and was left out.")
     if damaged:
         problems.append(f"{damaged} lines of {file.name} are damaged and were left out.")
     return rows
