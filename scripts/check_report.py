@@ -63,8 +63,9 @@ def main() -> int:
         return 2
     out.mkdir(parents=True, exist_ok=True)
     faults = static_faults(page.read_text(encoding="utf-8"))
+    own = requests_of_its_own(browser)
     for name, width in WIDTHS.items():
-        found, more = look(browser, page.resolve(), width, out / f"{name}.png")
+        found, more = look(browser, page.resolve(), width, out / f"{name}.png", own)
         faults += [f"{name}: {fault}" for fault in more]
         print(f"{name}: {width} px wide, {json.dumps(found)}, screenshot {out / f'{name}.png'}")
     size = page.stat().st_size / 1e6
@@ -85,7 +86,7 @@ def static_faults(text: str) -> list[str]:
     )
 
 
-def look(browser: str, page: Path, width: int, picture: Path) -> tuple[dict, list[str]]:
+def look(browser: str, page: Path, width: int, picture: Path, own: set[str]) -> tuple[dict, list[str]]:
     """What the browser measured, and the faults in it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -122,7 +123,7 @@ def look(browser: str, page: Path, width: int, picture: Path) -> tuple[dict, lis
             faults.append(f"the page is {found['scroll']} px wide in {found['client']}")
         faults += [f"cut off: {what}" for what in found["cut"]]
         faults += [f"console: {line}" for line in console(measured.stderr + shot.stderr)]
-        faults += [f"request: {url}" for url in requests(log)]
+        faults += [f"request: {url}" for url in sorted(requests(log) - own)]
     return found, faults
 
 
@@ -145,15 +146,23 @@ def crop(picture: Path, width: int) -> None:
         image.crop((0, 0, width, image.height)).save(picture)
 
 
+def requests_of_its_own(browser: str) -> set[str]:
+    """What the browser asks for with an empty page (its clock, its account), in spite of all that turns this off."""
+    with tempfile.TemporaryDirectory() as name:
+        empty, log = Path(name) / "empty.html", Path(name) / "net.json"
+        empty.write_text("<!DOCTYPE html><title>empty</title>")
+        chromium(browser, Path(name), empty, "--dump-dom", f"--log-net-log={log}", "--virtual-time-budget=4000")
+        return requests(log)
+
+
 def console(text: str) -> list[str]:
     return [line for line in text.splitlines() if "CONSOLE" in line]
 
 
-def requests(log: Path) -> list[str]:
-    """Addresses that the browser asked for: all but files and what is inside the page."""
+def requests(log: Path) -> set[str]:
+    """Addresses that the browser asked for, without their queries; files are none."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    urls = set(re.findall(r'"url":"((?:https?|wss?|ftp)://[^"]*)"', text))
-    return sorted(urls)
+    return {url.partition("?")[0] for url in re.findall(r'"url":"((?:https?|wss?|ftp)://[^"]*)"', text)}
 
 
 if __name__ == "__main__":

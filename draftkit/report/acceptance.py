@@ -231,7 +231,7 @@ def _cost_chart(name: str, title: str, of: Sequence[Row]) -> Chart:
         lengths = [figure(cell.get("acceptance_length")) for cell in of]
         style = {"linestyle": "none", "marker": "D", "color": charts.INK, "markersize": 5}
         axes.plot(xs, [float("nan") if y is None else y for y in lengths], label="acceptance length", **style)
-        charts.from_zero(axes)
+        charts.from_base(axes)
         axes.set_xticks(xs, [str(cell["k"]) for cell in of])
         axes.set_xlabel("draft tokens a round, k")
         axes.set_ylabel("plain steps")

@@ -141,9 +141,9 @@ def even(axes: Axes, label: str = "break-even") -> None:
     axes.axhline(1, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
 
 
-def from_zero(axes: Axes) -> None:
-    """The vertical axis from 0, with room above the highest point."""
-    axes.set_ylim(0, 1.08 * max(axes.dataLim.y1, 1e-9))
+def from_base(axes: Axes, base: float = 0.0) -> None:
+    """The vertical axis from where nothing is, with room above the highest point."""
+    axes.set_ylim(base, base + 1.08 * max(axes.dataLim.y1 - base, 1e-9))
 
 
 def whole_steps(axes: Axes, label: str = "step") -> None:

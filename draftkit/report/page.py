@@ -9,7 +9,6 @@ import html as escaping
 from collections.abc import Iterable
 from functools import singledispatch
 from importlib import resources
-from itertools import groupby
 from typing import Any
 
 from draftkit import __version__
@@ -74,12 +73,25 @@ def _hidden(c: str) -> bool:
 
 
 def _blocks(blocks: Iterable[Block]) -> str:
-    """Charts that follow each other stand side by side where there is room."""
-    parts = []
-    for are_charts, group in groupby(blocks, key=lambda block: isinstance(block, Chart)):
-        inner = "\n".join(map(_block, group))
-        parts.append(f'<div class="charts">\n{inner}\n</div>' if are_charts else inner)
+    """Charts that follow each other stand side by side where there is room, as samples of drafts do; a narrow table
+    fills the place beside the last of an odd number of charts."""
+    parts: list[str] = []
+    waiting, held = list(blocks), 0
+    while waiting:
+        kind = type(waiting[0])
+        size = next((i for i, block in enumerate(waiting) if type(block) is not kind), len(waiting))
+        if kind is Chart and size % 2 and size < len(waiting) and _narrow(waiting[size]):
+            held = 1
+        inner = "\n".join(map(_block, waiting[: size + held]))
+        name = {Chart: "charts", Drafts: "samples"}.get(kind)
+        parts.append(f'<div class="{name}">\n{inner}\n</div>' if name else inner)
+        del waiting[: size + held]
+        held = 0
     return "\n".join(parts)
+
+
+def _narrow(block: Block) -> bool:
+    return isinstance(block, Table) and len(block.columns) <= 4
 
 
 @singledispatch
@@ -120,8 +132,8 @@ def _(block: Table) -> str:
     body = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in block.rows)
     caption = f'<p class="caption">{esc(block.caption)}</p>' if block.caption else ""
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="table"><table>\n'
-        f"<thead><tr>{cells(block.columns, 'th')}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{caption}"
+        f'<div class="table"><div class="scroll" tabindex="0" role="region" aria-label="table"><table>\n'
+        f"<thead><tr>{cells(block.columns, 'th')}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{caption}</div>"
     )
 
 
@@ -138,7 +150,7 @@ def _(block: Chart) -> str:
 def _(block: Drafts) -> str:
     tags = {"accepted": "ins", "rejected": "del", "own": "span", "first": "span"}
     text = "".join(
-        f'<{tags[kind]} class="{kind}" title="{MARKS[kind]}">{_token(piece)}</{tags[kind]}>'
+        f'<{tags[kind]} class="{kind}" title="{MARKS[kind]}">{_token(kind, piece)}</{tags[kind]}>'
         for kind, piece in drafts.pieces(block.row)
     )
     asked = drafts.prompt(block.row)
@@ -146,6 +158,7 @@ def _(block: Drafts) -> str:
     return f'<article class="drafts"><h3>{esc(block.title)}</h3>{question}<p class="answer">{text}</p></article>'
 
 
-def _token(piece: str) -> str:
-    """A line break is shown as a sign too, so that a rejected one is seen."""
-    return esc(piece).replace("\n", '<span class="br">⏎</span>\n')
+def _token(kind: str, piece: str) -> str:
+    """A line break is shown as a sign too; a rejected one is no more than that."""
+    after = "" if kind == "rejected" else "\n"
+    return esc(piece).replace("\n", f'<span class="br">⏎</span>{after}')

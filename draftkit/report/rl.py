@@ -18,7 +18,7 @@ EDGE = 5  # steps at either end whose means are compared, as in results.json
 
 def sections(runs: Sequence[Run]) -> list[Section]:
     return [
-        Section("Reward", tuple(rl_steps.reward(runs))),
+        Section("Reward and entropy", tuple(rl_steps.reward(runs))),
         Section("Where a step's time went", tuple(rl_steps.time(runs))),
         Section("Acceptance over steps", tuple(rl_steps.acceptance(runs))),
         Section("Predicted against realised speedup", tuple(rl_speed.speedup(runs))),

@@ -79,7 +79,7 @@ def _speedup_chart(run: Run, key: str, words: str, name: str, *, alone: bool) ->
                     for i in (0, 1)
                 )
                 axes.fill_between(
-                    low[0], low[1], high[1], color=charts.SERIES[0], alpha=0.18, linewidth=0, label="95 %"
+                    low[0], low[1], high[1], color=charts.SERIES[0], alpha=0.18, linewidth=0, label="realised, 95 %"
                 )
         charts.even(axes)
         charts.whole_steps(axes)
@@ -173,7 +173,7 @@ def _gap_chart(runs: Sequence[Run]) -> Chart:
             xs, ys = charts.points(run.steps, lambda r: r["step"], lambda r, a=arm: at(r, "lossless", f"{a}.logp_gap"))
             charts.line(axes, xs, ys, words, place)
         charts.whole_steps(axes)
-        charts.from_zero(axes)
+        charts.from_base(axes)
         axes.set_ylabel("nats a token")
 
     return Chart(

@@ -65,8 +65,27 @@ def reward(runs: Sequence[Run]) -> Iterable[Block]:
 
         caption = "One greedy answer to each held-out prompt, before training (step 0) and at evaluations."
         yield Chart("held-out", "Held-out reward", caption, held_out)
+    if any(figure(row.get("entropy")) is not None for run in runs for row in run.steps):
+        yield _entropy_chart(runs)
     if not any(map(rl_rows.held_out, runs)):
         yield Text("No evaluation ran, so there is no held-out reward.", "missing")
+
+
+def _entropy_chart(runs: Sequence[Run]) -> Chart:
+    def draw(axes: Axes) -> None:
+        for place, run in enumerate(runs):
+            xs, ys = charts.points(run.steps, lambda r: r["step"], lambda r: r.get("entropy"))
+            charts.line(axes, xs, ys, run.label, place)
+        charts.whole_steps(axes)
+        axes.set_ylabel("nats a token")
+
+    return Chart(
+        "entropy",
+        "Entropy of the policy",
+        "Mean entropy of the policy where it sampled; a surer policy is easier to draft for, so read it beside "
+        "acceptance.",
+        draw,
+    )
 
 
 # ---- time ----------------------------------------------------------------------------------------------------------
@@ -132,7 +151,7 @@ def _step_chart(runs: Sequence[Run]) -> Chart:
             xs, ys = charts.points(run.steps, lambda r: r["step"], rl_rows.step_seconds)
             charts.line(axes, xs, ys, run.label, place)
         charts.whole_steps(axes)
-        charts.from_zero(axes)
+        charts.from_base(axes)
         axes.set_ylabel("seconds a step")
 
     return Chart("step-time", "Seconds a step", "Time of each step, evaluations left out; lower is better.", draw)
@@ -176,7 +195,7 @@ def acceptance(runs: Sequence[Run]) -> Iterable[Block]:
             xs, ys = charts.points(rl_rows.drafted(run), lambda r: r["step"], lambda r: r.get("acceptance_length"))
             charts.line(axes, xs, ys, run.label, place)
         charts.whole_steps(axes)
-        axes.set_ylim(bottom=1)
+        charts.from_base(axes, 1)
         axes.set_ylabel("tokens a round")
 
     yield Chart(
@@ -189,20 +208,6 @@ def acceptance(runs: Sequence[Run]) -> Iterable[Block]:
     for number, run in enumerate(speculating):
         yield _survival_chart(run, number, alone=len(runs) == 1)
 
-    def entropy(axes: Axes) -> None:
-        for place, run in enumerate(runs):
-            xs, ys = charts.points(run.steps, lambda r: r["step"], lambda r: r.get("entropy"))
-            charts.line(axes, xs, ys, run.label, place)
-        charts.whole_steps(axes)
-        axes.set_ylabel("nats a token")
-
-    yield Chart(
-        "entropy",
-        "Entropy of the policy",
-        "Mean entropy of the policy where it sampled; a surer policy is easier to draft for, so read it beside "
-        "acceptance.",
-        entropy,
-    )
     for run in speculating:
         yield from _cotraining(run, runs)
 
