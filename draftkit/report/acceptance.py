@@ -11,18 +11,23 @@ from typing import TYPE_CHECKING, Any
 from draftkit.evals import report as bench_report
 from draftkit.report import charts
 from draftkit.report.document import Block, Chart, Code, Fact, Facts, Section, Table, Text, figure, shown, spread
-from draftkit.report.runs import Row, Run
+from draftkit.report.runs import Row, Run, said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+CELLS = (
+    "Requests: most that ran at once. Tokens a round: the verifier's own one included; its interval is over prompts. "
+    "Survival: share of rounds in which the first draft, the first two, and so on were accepted. Round: its time in "
+    "steps of plain decoding, and so the tokens that it must give to be even. Speedup: time per token against k = 0."
+)
 Line = tuple[str, list[Row]]  # (label, cells by k)
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
     measured = [run for run in runs if cells(run)]
     missing = tuple(
-        Text(f"{run.label}: no cell was measured yet, so there is no curve.", "missing")
+        Text(said(run, runs, "no cell was measured yet, so there is no curve."), "missing")
         for run in runs
         if run not in measured
     )
@@ -139,6 +144,7 @@ def _curve(name: str, title: str, field: str, lines: Sequence[Line]) -> Chart:
                 xs, ys = [cell["k"] + shift for cell in even], [cell["break_even"] for cell in even]
                 axes.plot(xs, ys, color=colour, linewidth=1.1, linestyle=(0, (4, 3)))
         if field == "speedup":
+            _limit(axes, lines)
             charts.even(axes)
             axes.set_ylabel("speedup, ×")
         else:
@@ -148,11 +154,18 @@ def _curve(name: str, title: str, field: str, lines: Sequence[Line]) -> Chart:
 
     captions = {
         "speedup": "Time per token at k = 0 over that at k, bars are 95 % intervals; above the dashed line "
-        "speculation pays, and a bar that crosses it decides nothing.",
+        "speculation pays, and a bar that crosses it decides nothing. The longest bars leave the chart.",
         "acceptance_length": "Tokens that a verify round gave (bars: 95 % over prompts); where a line lies above the "
         "dashed one of its colour, a round brings more than it costs.",
     }
     return Chart(name, title, captions[field], draw)
+
+
+def _limit(axes: Axes, lines: Sequence[Line]) -> None:
+    """An interval that decides nothing must not press the points together: at most twice the highest point is shown."""
+    speedups = [cell["speedup"] for _, of in lines for cell in of if figure(cell.get("speedup")) is not None]
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(0.0, low), min(high, 2 * max([1.0, *speedups])))
 
 
 def _advice(runs: Sequence[Run]) -> Iterable[Block]:
@@ -160,7 +173,7 @@ def _advice(runs: Sequence[Run]) -> Iterable[Block]:
         try:
             yield Code((f"# {run.label}\n" if len(runs) > 1 else "") + bench_report.schedule_text(run.results or {}))
         except (KeyError, TypeError, ValueError):
-            yield Text(f"{run.label}: its schedule is damaged, so nothing is recommended.", "missing")
+            yield Text(said(run, runs, "its schedule is damaged, so nothing is recommended."), "missing")
 
 
 # ---- survival ------------------------------------------------------------------------------------------------------
@@ -230,7 +243,7 @@ def _cost_chart(name: str, title: str, of: Sequence[Row]) -> Chart:
         charts.stacked_area(axes, xs, layers)
         lengths = [figure(cell.get("acceptance_length")) for cell in of]
         style = {"linestyle": "none", "marker": "D", "color": charts.INK, "markersize": 5}
-        axes.plot(xs, [float("nan") if y is None else y for y in lengths], label="acceptance length", **style)
+        axes.plot(xs, [float("nan") if y is None else y for y in lengths], label="tokens it gives", **style)
         charts.from_base(axes)
         axes.set_xticks(xs, [str(cell["k"]) for cell in of])
         axes.set_xlabel("draft tokens a round, k")
@@ -275,7 +288,7 @@ def _table(run: Run, runs: Sequence[Run]) -> Table:
             )
         )
     who = f"{run.label}. " if len(runs) > 1 else ""
-    return Table(columns, tuple(rows), f"{who}{bench_report.LEGEND}", left=0)
+    return Table(columns, tuple(rows), f"{who}{CELLS}", left=0)
 
 
 def setting_rows(run: Run) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from draftkit.report.document import Block, Drafts, Section, Text
-from draftkit.report.runs import Row, Run
+from draftkit.report.runs import Row, Run, said
 
 SHOWN = 12  # responses of a report
 LONGEST_PIECE = 80  # characters of one token
@@ -31,7 +31,7 @@ def section(runs: Sequence[Run]) -> Section:
         blocks += [Drafts(who + _title(row), row) for row in rows]
     for run in runs:
         if run not in having:
-            blocks.append(Text(f"{run.label}: {_why(run)}", "missing"))
+            blocks.append(Text(said(run, runs, _why(run)), "missing"))
     return Section("Drafts, token by token", tuple(blocks))
 
 

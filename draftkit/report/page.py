@@ -16,6 +16,7 @@ from draftkit.report import charts, drafts
 from draftkit.report.document import Block, Chart, Code, Drafts, Facts, Report, Table, Text
 
 TURNING = "".join(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))  # the reading order
+MANY_COLUMNS = 8  # a table with more is set closer
 MARKS = {"accepted": "accepted draft", "rejected": "rejected draft", "own": "verifier's own", "first": "verifier's own"}
 
 
@@ -131,8 +132,9 @@ def _(block: Table) -> str:
 
     body = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in block.rows)
     caption = f'<p class="caption">{esc(block.caption)}</p>' if block.caption else ""
+    wide = ' class="wide"' if len(block.columns) > MANY_COLUMNS else ""
     return (
-        f'<div class="table"><div class="scroll" tabindex="0" role="region" aria-label="table"><table>\n'
+        f'<div class="table"><div class="scroll" tabindex="0" role="region" aria-label="table"><table{wide}>\n'
         f"<thead><tr>{cells(block.columns, 'th')}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{caption}</div>"
     )
 

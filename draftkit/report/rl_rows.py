@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from draftkit.report.document import at, figure
 from draftkit.report.runs import Row, Run
 
@@ -40,8 +38,3 @@ def alarms(run: Run) -> list[str]:
     raised = {f"Losslessness alarm: {alarm}" for row in run.steps for alarm in at(row, "lossless", "alarms") or []}
     causes = {at(row, "canary", "cause") for row in run.steps}
     return sorted(raised) + sorted(f"Canary: {cause}" for cause in causes if cause)
-
-
-def said(run: Run, runs: Sequence[Run], text: str) -> str:
-    """A sentence about one of the runs: of several it says which."""
-    return f"{run.label}: {text}" if len(runs) > 1 else text[0].upper() + text[1:]

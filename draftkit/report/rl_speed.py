@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from draftkit.report import charts, rl_rows
 from draftkit.report.document import Block, Chart, Table, Text, at, figure, mean, shown, spread
-from draftkit.report.runs import Run
+from draftkit.report.runs import Run, said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,9 +30,7 @@ def speedup(runs: Sequence[Run]) -> Iterable[Block]:
     compared = [run for run in runs if rl_rows.realised(run) is not None or rl_rows.has_forecast(run)]
     for run in runs:
         if run.of("spec", "method") == "none":
-            yield Text(
-                rl_rows.said(run, runs, "this run does not speculate, so there is no speedup to measure."), "missing"
-            )
+            yield Text(said(run, runs, "this run does not speculate, so there is no speedup to measure."), "missing")
             continue
         if rl_rows.realised(run) is None:
             why = (
@@ -40,10 +38,10 @@ def speedup(runs: Sequence[Run]) -> Iterable[Block]:
                 if not rl_rows.num_probes(run)
                 else "probes and speculative steps are not both there yet"
             )
-            yield Text(rl_rows.said(run, runs, f"{why}, so there is no realised speedup."), "missing")
+            yield Text(said(run, runs, f"{why}, so there is no realised speedup."), "missing")
         if not rl_rows.has_forecast(run):
             why = "rollouts overlap training (rl.lag)" if run.of("rl", "lag") else "plain decoding was not seen yet"
-            yield Text(rl_rows.said(run, runs, f"{why}, so there is no forecast."), "missing")
+            yield Text(said(run, runs, f"{why}, so there is no forecast."), "missing")
     if not compared:
         return
     for number, run in enumerate(compared):
@@ -128,9 +126,9 @@ def checks(runs: Sequence[Run]) -> Iterable[Block]:
     for run in runs:
         raised = rl_rows.alarms(run)
         if raised:
-            yield Text(rl_rows.said(run, runs, f"{'; '.join(raised)}."), "warning")
+            yield Text(said(run, runs, f"{'; '.join(raised)}."), "warning")
         elif run.steps:
-            yield Text(rl_rows.said(run, runs, f"no losslessness alarm and no canary fault in {len(run.steps)} steps."))
+            yield Text(said(run, runs, f"no losslessness alarm and no canary fault in {len(run.steps)} steps."))
     if any(figure(row.get("surprise_z")) is not None for run in runs for row in run.steps):
         yield _surprise_chart(runs)
         yield _gap_chart(runs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from draftkit.report import charts, rl_rows
 from draftkit.report.document import Block, Chart, Table, Text, at, figure, mean, shown
-from draftkit.report.runs import Run
+from draftkit.report.runs import Run, said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,7 +186,7 @@ def acceptance(runs: Sequence[Run]) -> Iterable[Block]:
     speculating = [run for run in runs if rl_rows.drafted(run)]
     for run in runs:
         if run not in speculating:
-            yield Text(rl_rows.said(run, runs, _why_no_drafts(run)), "missing")
+            yield Text(said(run, runs, _why_no_drafts(run)), "missing")
     if not speculating:
         return
 
@@ -233,15 +233,15 @@ def _survival_chart(run: Run, number: int, *, alone: bool) -> Chart:
 def _cotraining(run: Run, runs: Sequence[Run]) -> Iterable[Block]:
     decided = [row for row in run.steps if isinstance(row.get("cotrain"), dict)]
     if not decided:
-        yield Text(rl_rows.said(run, runs, "the drafter was not trained along in this run."), "missing")
+        yield Text(said(run, runs, "the drafter was not trained along in this run."), "missing")
         return
     trained = [row["step"] for row in run.steps if row.get("drafter") is not None]
     spent = sum(figure(at(row, "time_s", "train_drafter")) or 0.0 for row in run.steps)
     whole = sum(rl_rows.step_seconds(row) or 0.0 for row in run.steps)
     share = f", {spent / whole:.1%} of the time" if whole else ""
-    said = f"the drafter was trained in {len(trained)} of {len(run.steps)} steps{share}. "
-    said += f"The last decision: {at(decided[-1], 'cotrain', 'why') or 'no reason given'}."
-    yield Text(rl_rows.said(run, runs, said))
+    text = f"the drafter was trained in {len(trained)} of {len(run.steps)} steps{share}. "
+    text += f"The last decision: {at(decided[-1], 'cotrain', 'why') or 'no reason given'}."
+    yield Text(said(run, runs, text))
 
 
 def _why_no_drafts(run: Run) -> str:

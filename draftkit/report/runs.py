@@ -66,6 +66,11 @@ def _counts(step: Any) -> bool:
     return isinstance(step, int) and not isinstance(step, bool) and step > 0
 
 
+def said(run: Run, runs: Sequence[Run], text: str) -> str:
+    """A sentence about one of the runs: of several it says which."""
+    return f"{run.label}: {text}" if len(runs) > 1 else text[0].upper() + text[1:]
+
+
 def read_all(paths: Sequence[Path]) -> list[Run]:
     """Each run once, in the order given, with labels that tell them apart."""
     seen: dict[Path, Path] = {}

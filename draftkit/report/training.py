@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from draftkit.report import charts
 from draftkit.report.acceptance import named_cells
 from draftkit.report.document import Block, Chart, Fact, Facts, Section, Table, Text, at, figure, shown, spread
-from draftkit.report.runs import Row, Run
+from draftkit.report.runs import Row, Run, said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,7 @@ def _curves(runs: Sequence[Run]) -> Iterable[Block]:
         if any(isinstance(row.get("expected_acceptance_sampled"), list) for row in run.steps):
             yield _acceptance_chart(run, number, alone=len(runs) == 1)
         else:
-            yield Text(f"{run.label}: no acceptance was logged.", "missing")
+            yield Text(said(run, runs, "no acceptance was logged."), "missing")
 
 
 def _acceptance_chart(run: Run, number: int, *, alone: bool) -> Chart:
@@ -120,7 +120,7 @@ def _held_out(runs: Sequence[Run]) -> Iterable[Block]:
     having = [run for run in runs if isinstance(at(run.results, "heldout"), dict)]
     for run in runs:
         if run not in having:
-            yield Text(f"{run.label}: training is not finished, so there are no final held-out figures.", "missing")
+            yield Text(said(run, runs, "training is not finished, so there are no final held-out figures."), "missing")
     if having:
         columns = ["held out"]
         for run in having:
