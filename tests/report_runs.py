@@ -16,6 +16,7 @@ PARTS = ("data", "sync", "generate", "reward", "logprob", "train_policy", "train
 
 def rl_row(step: int, *, k: int = 3, probe_every: int = 4, realised: bool = True, **fields: Any) -> dict[str, Any]:
     """One step as rl/loop.py and rl/account.py log it. Every probe_every-th is plain; k = 0: none speculates."""
+    realised = realised and k > 0
     k = 0 if not k or (probe_every and step % probe_every == 1 % probe_every) else k
     seconds = {part: 0.1 * (i + 1) + 0.01 * math.sin(step) for i, part in enumerate(PARTS)}
     seconds |= {"eval": 2.0 if step % 4 == 0 else 0.0}

@@ -7,6 +7,7 @@ whole beside its place and moved there, so that a report is complete or not ther
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,12 @@ def of_runs(given: Sequence[Run]) -> Report:
     drafting = by_verb.get("rl", []) + by_verb.get("eval-acceptance", [])
     sections += [drafts.section(drafting)] if drafting else []
     overview = [Section("At a glance", tuple(_glance(runs)))] if runs else []
-    headlines = [training.comparison_headline(run) for run in comparisons] or [
+    headlines = [training.comparison_headline(run) for run in comparisons if run.finished] or [
         (f"{run.label}: " if len(runs) > 1 else "") + headline(run) for run in runs
     ]
     return Report(
         title=_title(given),
-        headline="; ".join(headlines),
+        headline="; ".join(headlines) or "the comparison is not finished",
         notes=tuple(_notes([*comparisons, *runs], alone=len(given) == 1 and not comparisons)),
         sections=(*overview, *sections, Section("What was run", tuple(_settings(given, runs)))),
     )
@@ -133,11 +134,12 @@ def _glance(runs: Sequence[Run]) -> list[Block]:
 
 
 def _notes(runs: Sequence[Run], *, alone: bool) -> list[Text]:
-    notes = []
+    """What a reader must know first; of two runs of one name (the parts of a comparison) also the verb."""
+    names, notes = Counter(run.label for run in runs), []
     for run in runs:
         raised = rl_rows.alarms(run) if run.verb == "rl" else []
-        for problem in (*run.problems, *raised):
-            notes.append(Text(problem if alone else f"{run.label}: {problem}", "warning"))
+        name = run.label if names[run.label] == 1 else f"{run.label} ({run.verb})"
+        notes += [Text(text if alone else f"{name}: {text}", "warning") for text in (*run.problems, *raised)]
     return notes
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 5.6, 3.3  # inches; one panel is as wide as a phone shows legibly
 LEGEND_LETTERS = 84  # in one row
 LONGEST_LABEL = 44  # characters
+FEW = 40  # points that are each marked
 MOST_POINTS = 240  # of a line; more steps than that are averaged in groups
 INK, RULE = "#0a0b0c", "#d0d3d7"
 PALETTE = {
@@ -126,7 +127,7 @@ def points(rows: Sequence[Any], x: Any, y: Any) -> tuple[list[float], list[float
 
 def line(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, place: int, **options: Any) -> None:
     """One series; markers where they do not run together."""
-    few = len(xs) <= 40
+    few = len(xs) <= FEW
     style = {"marker": MARKERS[place % len(MARKERS)] if few else None, "color": SERIES[place % len(SERIES)]}
     axes.plot(xs, ys, **(style | {"linestyle": DASHES[place // len(SERIES) % 4]} | options), label=short(label))
 
@@ -179,7 +180,7 @@ def stacked_area(axes: Axes, xs: Sequence[float], layers: Sequence[tuple[str, st
     bottom = [0.0] * len(xs)
     for label, colour, heights in layers:
         top = [b + h for b, h in zip(bottom, heights, strict=True)]
-        if len(xs) <= 40:
+        if len(xs) <= FEW:
             axes.bar(xs, heights, bottom=bottom, width=0.86, color=colour, label=label, edgecolor="none")
         else:
             axes.fill_between(xs, bottom, top, color=colour, label=label, linewidth=0)

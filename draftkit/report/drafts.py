@@ -38,7 +38,7 @@ def section(runs: Sequence[Run]) -> Section:
 def _why(run: Run) -> str:
     if run.verb == "rl" and run.of("spec", "method") == "none":
         return "this run does not speculate, so it has no drafts to show."
-    return "it recorded no samples of drafts (they are taken at evaluations of `rl`, at the end of `eval-acceptance`)."
+    return "it recorded no samples of drafts (rl takes them at its evaluations, eval-acceptance at its end)."
 
 
 def _rows(run: Run) -> list[Row]:

@@ -66,7 +66,7 @@ def _speedup_chart(run: Run, key: str, words: str, name: str, *, alone: bool) ->
     def draw(axes: Axes) -> None:
         xs, ys = charts.points(run.steps, lambda r: r["step"], lambda r: r.get(field))
         if xs:
-            charts.line(axes, xs, ys, "predicted for this step", 1, linestyle="none" if len(xs) <= 40 else "-")
+            charts.line(axes, xs, ys, "predicted for this step", 1, linestyle="none" if len(xs) <= charts.FEW else "-")
         xs, ys = charts.points(run.steps, lambda r: r["step"], lambda r: at(r, "realised", key))
         if xs:
             charts.line(axes, xs, ys, "realised so far", 0)

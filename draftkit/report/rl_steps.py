@@ -41,8 +41,9 @@ def reward(runs: Sequence[Run]) -> Iterable[Block]:
             charts.line(axes, xs, ys, run.label if len(runs) > 1 else "rollouts", place)
             held = rl_rows.held_out(run)
             if held and len(runs) == 1:
-                style = {"linestyle": "none", "marker": "D", "markersize": 6}
-                charts.line(axes, *zip(*held, strict=True), "held-out prompts, greedy", place + 1, **style)
+                xs, ys = charts.points(held, lambda pair: pair[0], lambda pair: pair[1])
+                style = {"linestyle": "none", "marker": "D", "markersize": 6} if len(xs) <= charts.FEW else {}
+                charts.line(axes, xs, ys, "held-out prompts, greedy", place + 1, **style)
         charts.whole_steps(axes)
         axes.set_ylabel("mean reward")
 
@@ -50,7 +51,7 @@ def reward(runs: Sequence[Run]) -> Iterable[Block]:
         "reward",
         "Mean reward",
         "Mean reward of each step's rollouts"
-        + (", with greedy answers to held-out prompts as diamonds" if len(runs) == 1 else ", a line for each run")
+        + (", and of greedy answers to held-out prompts" if len(runs) == 1 else ", a line for each run")
         + "; higher is better, and single steps are noisy.",
         rollouts,
     )
