@@ -719,6 +719,27 @@ def export(
     screen.emit_json({"drafter": str(out), "layout": to, "aux_layers": list(head.config.aux_layers)})
 
 
+@app.command("report")
+@guarded
+def report_runs(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, compared where several.")],
+    out: Annotated[Path | None, typer.Option(help="Directory. Default: <first run>/report.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Runs -> one HTML page, and the same as Markdown with PNGs, from their files alone."""
+    from draftkit.report.build import build
+
+    made = build(runs, out, overwrite=overwrite)
+    for note in made["notes"]:
+        screen.say(f"[yellow]note:[/yellow] {escape(note)}")
+    screen.closing(f"report: {escape(made['report'])}", escape(made["headline"]))
+    screen.closing(f"next: open it in a browser; for Markdown: {escape(made['markdown'])}")
+    screen.emit_json(made)
+
+
 @app.command()
 @guarded
 def doctor(as_json: Json = False, debug: Debug = False) -> None:

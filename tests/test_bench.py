@@ -201,6 +201,12 @@ def test_real_bench_is_interrupted_and_resumes_to_a_whole_table(tmp_path, demo_m
         assert cell["num_prompts"] == len(QUESTIONS)
     assert (tmp_path / "run" / "acceptance.png").stat().st_size > 10_000
     assert "T = 0" in second.stdout
+    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {row["temperature"] for row in shown} == {1.0, 0.0} and all(row["k"] == 2 for row in shown)
+    assert any(r["drafted"] for row in shown for r in row["rounds"])
+    reported = draftkit("report", "run")
+    assert reported.returncode == 0, reported.stderr
+    assert "Every cell" in (tmp_path / "run/report/index.html").read_text()
 
 
 @pytest.mark.engine

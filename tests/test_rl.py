@@ -101,6 +101,13 @@ def test_a_run_speculates_learns_and_leaves_what_others_read(
     start, end = load_file(Path(words[2]) / "model.safetensors"), load_file(run / "policy" / "model.safetensors")
     assert start.keys() == end.keys() and any((start[name] != end[name]).any() for name in start)
     assert (run / "drafter" / "config.json").exists() and (run / "curves.png").stat().st_size > 10_000
+    shown = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in shown} == {2} and len(shown) == 2  # held-out prompts; step 4 is a probe
+    assert all(len(r["drafted"]) == row["k"] == 2 for row in shown for r in row["rounds"])
+    reported = draftkit("report", str(run))
+    assert reported.returncode == 0, reported.stderr
+    page = (run / "report" / "index.html").read_text()
+    assert ('class="accepted"' in page or 'class="rejected"' in page) and "Predicted against realised" in page
 
 
 @pytest.mark.engine

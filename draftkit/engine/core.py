@@ -299,6 +299,22 @@ class Engine:
         runner.drafter.propose = propose
         return trace
 
+    def generate_traced(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> tuple[list[Generation], list[list[list[int]]]]:
+        """`generate`, and for each answer the tokens proposed in its rounds, in order. Not for a timed window."""
+        drafter = self._runner.drafter
+        untraced = drafter.propose
+        trace = self.trace_drafts()
+        try:
+            answers = self.generate(prompts, sampling)
+        finally:
+            drafter.propose = untraced
+        proposed: list[list[list[int]]] = [[] for _ in prompts]
+        for request, tokens in trace:
+            proposed[int(outer_id(request))].append(tokens)
+        return answers, proposed
+
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def load_verifier(self, weights: publishing.Weights) -> None:

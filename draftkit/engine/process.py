@@ -105,6 +105,11 @@ class EngineProcess:
     ) -> list[Generation]:
         return self._call("generate", prompts, sampling, max_concurrency=max_concurrency, progress=progress)
 
+    def generate_traced(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> tuple[list[Generation], list[list[list[int]]]]:
+        return self._call("generate_traced", prompts, sampling)
+
     def set_k(self, k: int) -> None:
         self._call("set_k", k)
 

@@ -35,8 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from draftkit.evals.speed_model import limit
+from draftkit.evals.speed_model import limit, schedule
+from draftkit.evals.step_cost import StepCell, leave_one_out, round_costs
 
+SCHEMA = "draftkit.eval-acceptance/1"
 LEVEL = 0.95
 BOOTSTRAP_DRAWS = 4000
 
@@ -250,3 +252,38 @@ def _split_cost(rows: list[Row], cost: float | None) -> Row:
 
 def _times(row: Row) -> tuple[float, float, float]:
     return row["wall_s"], row["parts_s"]["draft_s"], row["parts_s"]["step_s"]
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+def results_from_rows(rows: list[Row]) -> Row:
+    """The lines of metrics.jsonl -> everything in results.json but `env`. Pure: same rows, same table."""
+    plan = rows[0]
+    cells = cells_from_rows((row for row in rows if row["event"] == "measured"), plan["seed"])
+    by_temperature: dict[float, list[Row]] = {}
+    for cell in cells:
+        by_temperature.setdefault(cell["temperature"], []).append(cell)
+    schedules = {t: schedule(of_t, plan["max_num_seqs"]) for t, of_t in by_temperature.items()}
+    return {
+        "schema": SCHEMA,
+        **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature")},
+        "verifier_fingerprint": plan["verifier_fingerprint"],
+        "own_vocab": plan.get("own_vocab", False),
+        "cells": cells,
+        "schedule": schedules[plan["temperature"]],
+        "costs": [{"temperature": t} | fitted_costs(rows, t, plan["seed"]) for t in by_temperature],
+        "schedules": [{"temperature": t, "ranges": ranges} for t, ranges in schedules.items()],
+    }
+
+
+def fitted_costs(rows: list[Row], temperature: float, seed: int) -> Row:
+    """Round costs of every k and batch size from the sweep's engine steps, also of those that were not measured, and
+    the error of predicting each measured cell from the others (`step_cost`)."""
+    timed = [r for r in rows if r["event"] == "measured" and r["temperature"] == temperature and "steps" in r]
+    groups = [[StepCell(*cell) for cell in row["steps"]] for row in timed]
+    by_cell: dict[tuple[int, int], list[StepCell]] = {}
+    for row, group in zip(timed, groups, strict=True):
+        by_cell.setdefault((row["k"], row["concurrency"]), []).extend(group)
+    most_k = max((row["k"] for row in timed), default=0)
+    return {"round_cost": round_costs(groups, most_k, seed), "leave_one_out": leave_one_out(by_cell)}

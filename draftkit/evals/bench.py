@@ -25,17 +25,15 @@ from draftkit.console import Progress, progress, say
 from draftkit.data.shards import Corpus
 from draftkit.engine import Engine
 from draftkit.errors import Interrupted, RunFailed, UserError
-from draftkit.evals import report
-from draftkit.evals.acceptance import Row, cells_from_rows
+from draftkit.evals import report, samples
+from draftkit.evals.acceptance import Row, results_from_rows
 from draftkit.evals.drafter import NGRAM, resolve_drafter
-from draftkit.evals.speed_model import schedule
-from draftkit.evals.step_cost import StepCell, cells_of, leave_one_out, round_costs, to_rows
+from draftkit.evals.step_cost import cells_of, to_rows
 from draftkit.models import fingerprint, load_tokenizer, model_facts, render, resolve_model
 from draftkit.recipe import Recipe
 from draftkit.run import Interrupt, RunDir, environment
 from draftkit.types import Generation, Sampling, SpecConfig
 
-SCHEMA = "draftkit.eval-acceptance/1"
 MIN_BLOCK = 4  # prompts: shorter blocks give more pairs, but start and drain take more of each
 
 
@@ -188,38 +186,6 @@ def finished_points(run: RunDir, plan: Row) -> set[Point]:
     return {Point(*(row[name] for name in Point.__slots__)) for row in rows if row["event"] == "measured"}
 
 
-def results_from_rows(rows: list[Row]) -> dict[str, Any]:
-    """The lines of metrics.jsonl -> everything in results.json but `env`. Pure: same rows, same table."""
-    plan = rows[0]
-    cells = cells_from_rows((row for row in rows if row["event"] == "measured"), plan["seed"])
-    by_temperature: dict[float, list[Row]] = {}
-    for cell in cells:
-        by_temperature.setdefault(cell["temperature"], []).append(cell)
-    schedules = {t: schedule(of_t, plan["max_num_seqs"]) for t, of_t in by_temperature.items()}
-    return {
-        "schema": SCHEMA,
-        **{name: plan[name] for name in ("verifier", "drafter", "method", "draft_sample_method", "temperature")},
-        "verifier_fingerprint": plan["verifier_fingerprint"],
-        "own_vocab": plan.get("own_vocab", False),
-        "cells": cells,
-        "schedule": schedules[plan["temperature"]],
-        "costs": [{"temperature": t} | fitted_costs(rows, t, plan["seed"]) for t in by_temperature],
-        "schedules": [{"temperature": t, "ranges": ranges} for t, ranges in schedules.items()],
-    }
-
-
-def fitted_costs(rows: list[Row], temperature: float, seed: int) -> dict[str, Any]:
-    """Round costs of every k and batch size from the sweep's engine steps, also of those that were not measured, and
-    the error of predicting each measured cell from the others (`step_cost`)."""
-    timed = [r for r in rows if r["event"] == "measured" and r["temperature"] == temperature and "steps" in r]
-    groups = [[StepCell(*cell) for cell in row["steps"]] for row in timed]
-    by_cell: dict[tuple[int, int], list[StepCell]] = {}
-    for row, group in zip(timed, groups, strict=True):
-        by_cell.setdefault((row["k"], row["concurrency"]), []).extend(group)
-    most_k = max((row["k"] for row in timed), default=0)
-    return {"round_cost": round_costs(groups, most_k, seed), "leave_one_out": leave_one_out(by_cell)}
-
-
 # --- measuring --------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +215,29 @@ def measure_all(
                 run.metrics(measure(recipe, engine_for(point.k), spec, point, block, prompts))
                 _advance(bar, point, block)
                 stop()
+        record_samples(recipe, run, verifier, engine_for, prompts)
+
+
+def record_samples(
+    recipe: Recipe,
+    run: RunDir,
+    verifier: Path,
+    engine_for: Callable[[int], Engine],
+    prompts: dict[str, list[int]],
+) -> None:
+    """After the last measurement: a few answers at each temperature with their drafts, for `draftkit report`. At the
+    k that is recommended for the fewest requests, or the largest."""
+    if recipe.engine.tensor_parallel_size > 1:
+        return  # the drafter lives in other processes, where its proposals cannot be seen
+    k = results_from_rows(run.read_metrics())["schedule"][0][2] or max(recipe.eval.k)
+    shown = list(prompts.values())[: min(samples.RESPONSES, recipe.engine.max_num_seqs)]
+    tokenizer = load_tokenizer(verifier, recipe.model.trust_remote_code)
+    rows = []
+    for temperature in temperatures(recipe):
+        sampling = sampling_at(recipe, temperature, recipe.eval.max_tokens)
+        seeded = [replace(sampling, seed=recipe.eval.seed + i) for i in range(len(shown))]
+        rows += samples.record(engine_for(k), tokenizer, shown, seeded, k)
+    samples.keep(run, rows)
 
 
 def raise_when(interrupt: Interrupt, run: RunDir) -> Callable[[], None]:

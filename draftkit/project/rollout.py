@@ -18,9 +18,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from draftkit.project.phases import phases
 from draftkit.evals.speed_model import acceptance_length
 from draftkit.project.cost import Server
+from draftkit.project.phases import phases
 
 GRID = 512  # quantiles of a length distribution where its mean is taken
 NORMAL = NormalDist()

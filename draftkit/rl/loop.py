@@ -23,6 +23,7 @@ from draftkit.console import say
 from draftkit.data.data_recipe import load_data_recipe
 from draftkit.data.rollouts import save_step
 from draftkit.errors import Interrupted, RunFailed
+from draftkit.evals import samples as drafts
 from draftkit.evals.drain import Requests, Schedule, constant
 from draftkit.models import load_tokenizer, model_facts, resolve_model
 from draftkit.recipe import Recipe
@@ -58,7 +59,7 @@ from draftkit.rl.world import World
 from draftkit.run import Interrupt, RunDir
 from draftkit.track import Trackers
 from draftkit.train.evaluate import TeacherView
-from draftkit.types import EngineStep, Prompt, SpecCounters, Trajectory
+from draftkit.types import EngineStep, Prompt, Sampling, SpecCounters, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -436,7 +437,7 @@ class Loop:
         """Mean reward of one greedy answer to each held-out prompt."""
 
         def answer() -> list[float]:
-            self._set_drafts(number)
+            k = max(k for _, _, k in self._set_drafts(number))
             collected = collect(
                 self.actors.engine,
                 self.world.share(self.heldout),
@@ -451,12 +452,23 @@ class Loop:
                 num_samples=1,
                 temperature=0.0,
             )
+            if k and self.world.is_main and self.recipe.engine.tensor_parallel_size == 1:
+                self._show_drafts(number, k)
             self.actors.engine.step_log()  # not the rollouts'
             return [t.reward for t in collected.trajectories]
 
         with self.clock("eval"):
             rewards = self.world.joined(self.pipeline.do(answer))
         return sum(rewards) / len(rewards)
+
+    def _show_drafts(self, number: int, k: int) -> None:
+        """A few first turns with their drafts, at the rollouts' settings, for `draftkit report`."""
+        own, template = self.recipe.sampling, ChatTemplate(self.tokenizer, self.recipe.sampling.thinking)
+        shown = [template.prompt(p.messages) for p in self.heldout[: drafts.RESPONSES]]
+        one = Sampling(own.temperature, own.top_p, own.top_k, own.max_tokens, tuple(own.stop))
+        seeded = [dataclasses.replace(one, seed=self.recipe.rl.seed + i) for i in range(len(shown))]
+        rows = drafts.record(self.actors.engine, self.tokenizer, shown, seeded, k, number)
+        drafts.keep(self.run, rows)
 
     # ---- figures ----
 
