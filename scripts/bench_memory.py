@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftkit.data.batch import layout
-from draftkit.drafters import eagle3
+from draftkit.drafters import recurrent
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config
 from draftkit.drafters.losses import Teacher, drafter_loss
 from draftkit.types import Document, DraftBatch
@@ -122,7 +122,7 @@ def cell(arm: str, length: int, steps: int) -> dict[str, float]:
     drafter = Eagle3(config(), torch.randn(VERIFIER_VOCAB, HIDDEN).bfloat16() * 0.02, torch.arange(DRAFT_VOCAB))
     batch, teacher = make_batch(length, steps)
     if arm == "dense":
-        eagle3.ttt_attention = dense_attention
+        recurrent.ttt_attention = dense_attention
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, fused=True)
     before, seconds = _resident(), []
     for _ in range(TIMED):

@@ -10,7 +10,7 @@ import sys
 import torch
 from conftest import ROOT
 
-from draftkit.drafters import eagle3
+from draftkit.drafters import recurrent
 from draftkit.drafters.eagle3 import Eagle3
 from draftkit.drafters.losses import drafter_loss
 
@@ -28,7 +28,7 @@ def test_dense_and_ours_give_the_same_gradients(monkeypatch):
     count = float(len(batch.slot_R))
     loss, _ = drafter_loss(drafter(batch), drafter.lm_head.weight, teacher, batch.valid_LR, 0.8, count)
     ours = torch.autograd.grad(loss, list(drafter.parameters()))
-    monkeypatch.setattr(eagle3, "ttt_attention", bench.dense_attention)
+    monkeypatch.setattr(recurrent, "ttt_attention", bench.dense_attention)
     states = drafter(batch)
     dense = bench.dense_loss(states, drafter.lm_head.weight, teacher, batch.valid_LR, 0.8, count)
     theirs = torch.autograd.grad(dense, list(drafter.parameters()))

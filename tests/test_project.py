@@ -41,7 +41,7 @@ def test_parameters_and_flops_by_hand():
     assert TINY.kv_values() == 2 * 3 * 2 * 2
     # one token looking back on 10: scores and weighted sum are 2 x (2 FLOPs x 10 x 4 heads of 2), in 3 layers
     assert TINY.attention_flops(10) == 3 * 2 * (2 * 10 * 8)
-    assert forward_flops(TINY, 5, 10) == 5 * (2 * TINY.fixed_params + 480)
+    assert forward_flops(TINY, 5, 10) == 5 * (2 * TINY.fixed_params + 960)
 
 
 @pytest.mark.parametrize(

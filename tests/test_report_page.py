@@ -258,7 +258,7 @@ def test_results_of_another_shape_do_not_stop_the_report(tmp_path: Path) -> None
     cells[1] = {"k": 1, "concurrency": 1, "temperature": 1.0, "speedup": None}
     (run / "results.json").write_text(json.dumps({"temperature": 1.0, "cells": [*cells, None, {"k": 3}]}))
     page, _, _ = report(run)
-    assert "Every cell" in page.text and "its schedule is damaged" in page.text
+    assert "Every cell" in page.text and "Its schedule is damaged" in page.text
 
 
 def test_a_thousand_steps_stay_a_small_page(tmp_path: Path) -> None:
@@ -346,10 +346,10 @@ def test_rows_hold_what_an_account_writes() -> None:
 
     figures = {
         "rewards": [1.0], "lengths": [9], "truncated": 0, "entropy": 4.0, "turns": [SpecCounters(4, 12, 5, (3, 1, 1))],
-        "generate_s": 1.0, "engine_steps": [EngineStep(1, 3, 2, 0.1, 0.01, prefill=False)],
+        "generate_s": 1.0, "engine_steps": [EngineStep(1, 3, 2, 0.1, 0.01)], "prompts": [4],
     }  # fmt: skip
     seconds = made.rl_row(2)["time_s"]
-    row = Account(Recipe()).step(2, [figures], seconds, 3)
+    row = Account(Recipe()).step(2, [figures], seconds, [[1, 64, 3]])
     beside = {"step", "policy_version", "draft_version", "k", "dropped_groups", "policy", "drafter", "cotrain",
               "engine_trainer_logp_gap", "surprise_z", "lossless", "canary"}  # fmt: skip
     assert set(made.rl_row(2)) - beside <= set(row)

@@ -228,8 +228,8 @@ def blocked() -> list[str]:
         f"235B with vllm: the paper's projections mean rounds of {simulated[0]:.2f} plain steps at k = 3 and "
         f"{simulated[1]:.2f} at k = 7; its own 8B runs had {measured[0]:.2f} and {measured[1]:.2f}. With the host "
         f"times of those, {simulated[0]:.2f} would take plain steps of {needed * 1e3:.0f} ms or more; ours take "
-        f"{plain * 1e3:.0f} ms or less. And at TP 32 a replica has 256 requests, so that verifications are above the CUDA graph limit "
-        "(engine.graph_tokens=4096 shows it without that)",
+        f"{plain * 1e3:.0f} ms or less. And at TP 32 a replica has 256 requests, so that verifications are above the "
+        "CUDA graph limit (engine.graph_tokens=4096 shows it without that)",
         f"235B at lag 2, step: {rollout} and {step} together mean that {theirs:.0%} of the plain step waits for "
         f"generation; ours overlaps it with training, at the best split, and waits {ours:.0%}",
         "n-gram on RL-Think: its host search through long answers is not priced, and its k is not in our notes",
@@ -265,7 +265,7 @@ def show_validation(document: dict[str, Any]) -> None:
     console.closing("what stands in the way of the rest:", *(escape(f"  - {line}") for line in document["blocked"]))
     note = (
         "[2nd]: second-hand, numbers of arXiv 2604.26779 as public notes repeat them, not seen in the paper; of the "
-        "one at lag 1 sources disagree. [public]: a published sweep of an open-instruct fork. [own]: README. left out: error of "
-        "a fit without the point."
+        "one at lag 1 sources disagree. [public]: a published sweep of an open-instruct fork. [own]: README. left out: "
+        "error of a fit without the point."
     )
     console.closing(escape(note))

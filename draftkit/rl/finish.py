@@ -42,7 +42,7 @@ def finish(recipe: Recipe, run: RunDir, world: World, actors: Actors, account: A
 
 def summary(recipe: Recipe, rows: Sequence[dict[str, Any]], eval_before: float | None) -> dict[str, Any]:
     """rows: the steps of metrics.jsonl, from 1."""
-    drafted = [row for row in rows if row["k"]]
+    drafted = _drafted(rows)
     evals = [row["eval_reward"] for row in rows if row.get("eval_reward") is not None]
     total = sum(row["time_s"]["total"] - row["time_s"]["eval"] for row in rows)
     alarms = sorted({alarm for row in rows for alarm in row["lossless"]["alarms"]})
@@ -69,6 +69,11 @@ def summary(recipe: Recipe, rows: Sequence[dict[str, Any]], eval_before: float |
         "lossless_alarms": alarms,
         "canary_faults": sorted({row["canary"]["cause"] for row in rows if row["canary"] and row["canary"]["cause"]}),
     }
+
+
+def _drafted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with a draft: a schedule whose k is 0 at the sizes that a step had drafts nothing in it."""
+    return [row for row in rows if row["k"] and row["acceptance_length"] is not None]
 
 
 def _mean(values: Any) -> float | None:
@@ -144,7 +149,7 @@ def curves(rows: Sequence[dict[str, Any]]) -> bytes:
     held = [(row["step"], row["eval_reward"]) for row in rows if row.get("eval_reward") is not None]
     reward.plot(*zip(*held, strict=True), "o", label="held-out prompts, greedy") if held else None
     reward.legend()
-    drafted = [row for row in rows if row["k"]]
+    drafted = _drafted(rows)
     acceptance.plot([r["step"] for r in drafted], [r["acceptance_length"] for r in drafted], ".-")
     acceptance.set_ylabel("acceptance length")
     bottom = [0.0] * len(rows)

@@ -75,7 +75,10 @@ def note(row: dict[str, Any]) -> str:
 
 
 def _speculation(row: dict[str, Any]) -> str:
-    return f"k {row['k']} AL {row['acceptance_length']:.2f}" if row["k"] else "plain"
+    if not row["k"]:
+        return "plain"
+    length = row["acceptance_length"]
+    return f"k {row['k']} AL {length:.2f}" if length is not None else f"k {row['k']}, nothing drafted"
 
 
 def table(rows: Any) -> Table:
