@@ -3,6 +3,8 @@
     snapshots of the run -> one engine; policy i and drafter j are loaded into it in place -> the same prompts, sampled
     as in the run -> acceptance length of (i, j), with an interval over prompts
 
+A drafter goes by the first snapshot that has it, and stays the newest one until another was trained.
+
 From the matrix: staleness, the acceptance length that is left when the policy has moved on by so many steps; and when a
 drafter that stayed behind would have been worth training: its rollouts take AL(newest drafter) / AL(this one) of the
 time, so the seconds lost add up step by step until they exceed what a training took in the run. That takes the round
@@ -34,13 +36,14 @@ from draftkit.evals.acceptance import (
 )
 from draftkit.evals.bench import request_row
 from draftkit.recipe import Recipe
-from draftkit.rl.snapshots import Snapshot, read
+from draftkit.rl.snapshots import Snapshot, drafter_versions, read
 from draftkit.run import Interrupt, RunDir, atomic_write, environment
 from draftkit.types import Sampling, SpecConfig
 
 SCHEMA = "draftkit.matrix/1"
 PLOT = "matrix.png"
 Row = dict[str, Any]
+Lengths = dict[tuple[int, int], float]  # acceptance length of (policy, drafter)
 
 
 def run(recipe: Recipe, run: RunDir, *, source: Path) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def run(recipe: Recipe, run: RunDir, *, source: Path) -> dict[str, Any]:
     Raises UserError when the source has no snapshots, no drafter among them, or no rollouts to take prompts from.
     """
     snapshots = read(source)
-    drafters = [s for s in snapshots if s.drafter]
+    drafters = drafter_versions(snapshots)
     if not drafters:
         raise UserError(f"--matrix {source}: no snapshot has a drafter.", "Run `draftkit rl --spec eagle3`.")
     prompts = chosen_prompts(recipe, source)
@@ -162,24 +165,33 @@ def results_from_rows(rows: Sequence[Row], costs: dict[str, float], recipe: Reci
     }
 
 
-def staleness(lengths: dict[tuple[int, int], float]) -> list[dict[str, float]]:
-    """By steps of lag: mean of AL(policy, drafter) over AL(policy, drafter of the policy's own step)."""
+def newest(lengths: Lengths) -> dict[int, int]:
+    """{policy: the newest drafter that the run had at its step}; policies before the first drafter are left out."""
+    drafters = sorted({drafter for _, drafter in lengths})
+    had = {policy: [d for d in drafters if d <= policy] for policy, _ in lengths}
+    return {policy: found[-1] for policy, found in sorted(had.items()) if found}
+
+
+def staleness(lengths: Lengths) -> list[dict[str, float]]:
+    """By steps of lag, of drafters that had a successor: mean of AL(policy, drafter) over AL(policy, newest drafter).
+    Lag 0 is the newest drafter itself."""
     by_lag: dict[int, list[float]] = {}
-    for (policy, drafter), length in lengths.items():
-        if drafter <= policy and (policy, policy) in lengths:
-            by_lag.setdefault(policy - drafter, []).append(length / lengths[policy, policy])
+    for policy, current in newest(lengths).items():
+        for drafter in {d for p, d in lengths if p == policy and d <= current}:
+            lag = 0 if drafter == current else policy - drafter
+            by_lag.setdefault(lag, []).append(lengths[policy, drafter] / lengths[policy, current])
     return [{"lag": lag, "kept": statistics.fmean(kept), "pairs": len(kept)} for lag, kept in sorted(by_lag.items())]
 
 
-def retraining(lengths: dict[tuple[int, int], float], generate_s: float, train_s: float) -> list[dict[str, Any]]:
+def retraining(lengths: Lengths, generate_s: float, train_s: float) -> list[dict[str, Any]]:
     """For each drafter, kept from its step on: rollout seconds lost by the last snapshot, and the step at which they
     exceeded a training, None if they never did."""
-    policies = sorted({policy for policy, _ in lengths})
+    best = newest(lengths)
     rows = []
     for drafter in sorted({drafter for _, drafter in lengths}):
         lost, paid, last = 0.0, None, drafter
-        for policy in (p for p in policies if p > drafter and (p, p) in lengths):
-            slower = lengths[policy, policy] / lengths[policy, drafter] - 1
+        for policy in (p for p in best if p > drafter):
+            slower = lengths[policy, best[policy]] / lengths[policy, drafter] - 1
             lost += (policy - last) * generate_s * slower
             last = policy
             if paid is None and lost > train_s > 0:
@@ -191,7 +203,9 @@ def retraining(lengths: dict[tuple[int, int], float], generate_s: float, train_s
 def headline(results: dict[str, Any]) -> str:
     oldest = results["staleness"][-1] if results["staleness"] else None
     if oldest is None:
-        return "no drafter and policy of the same step"
+        return "no policy is as new as the first drafter"
+    if not oldest["lag"]:
+        return f"one drafter throughout, of step {results['cells'][0]['drafter']}: nothing to compare it with"
     return f"a drafter {oldest['lag']} steps behind keeps {100 * oldest['kept']:.1f} % of the acceptance length"
 
 
@@ -215,11 +229,12 @@ def retraining_text(results: dict[str, Any]) -> list[str]:
     if not results["train_s"]:
         return ["The run trained no drafter, so that there is nothing to weigh a training against."]
     lines = [f"A training took {results['train_s']:.2f} s, the rollouts of a step {results['generate_s']:.2f} s."]
-    for row in results["retraining"]:
+    *replaced, last = results["retraining"]
+    for row in replaced:
         paid = "would not have paid" if row["pays_at"] is None else f"would have paid by step {row['pays_at']}"
         lost = f"{row['lost_s']:.2f} s lost to its age by the end"
         lines.append(f"Drafter of step {row['drafter']}: {lost}; training it again {paid}.")
-    return lines
+    return [*lines, f"Drafter of step {last['drafter']}: the newest to the end."]
 
 
 def markdown(results: dict[str, Any], source: Path) -> str:

@@ -7,8 +7,11 @@ A snapshot costs the disk a policy; it is what `eval-acceptance --matrix` reads.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +73,26 @@ def read(run: Path) -> list[Snapshot]:
             "Run `draftkit rl` with rl.snapshot_every=5, for example.",
         )
     return found
+
+
+def drafter_versions(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Those whose drafter has other weights than that of the snapshot before; between two trainings all are alike."""
+    found, last = [], None
+    for snapshot in snapshots:
+        if snapshot.drafter is None:
+            continue
+        weights = [_tensor_bytes(file) for file in sorted(snapshot.drafter.glob("*.safetensors"))]
+        if weights != last:
+            found.append(snapshot)
+        last = weights
+    return found
+
+
+def _tensor_bytes(file: Path) -> str:
+    """Digest of what follows the header, which may hold notes of its own."""
+    with file.open("rb") as opened:
+        opened.seek(int.from_bytes(opened.read(8), "little"), io.SEEK_CUR)
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def drafter_card(recipe: Recipe, version: int, policy: Path) -> str:
