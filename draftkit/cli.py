@@ -469,6 +469,9 @@ def _replay(
     own_policy, own_drafter = source / "policy", source / "drafter"
     if (own_policy / "config.json").is_file() and not model_given:
         stage.recipe.model.path, stage.sources["model.path"] = str(own_policy), f"--replay {source}"
+    if (source / "rollouts").is_dir() and str(source) in stage.sources["eval.draft_sample_method"]:
+        stage.recipe.eval.draft_sample_method = stage.recipe.spec.draft_sample_method  # drafted as it was in that run
+        stage.sources["eval.draft_sample_method"] = f"spec.draft_sample_method of {source}"
     if drafter is None:
         own = (own_drafter / "config.json").is_file()
         drafter = str(own_drafter if own else default_dir("train-drafter", stage.recipe) / "drafter")

@@ -130,6 +130,7 @@ def test_a_run_finds_its_schedule_and_is_replayed_and_measured_by_version(
     found = json.loads((tmp_path / "replay" / "results.json").read_text())
     kept = [row for row in rows if row["step"] in (5, 6)]
     assert [b["tokens"] for b in found["batches"]] == [row["response_tokens"] for row in kept]
+    assert found["draft_sample_method"] == "probabilistic", "not as the run drafted"
     assert [arm["arm"] for arm in found["arms"]] == ["k=0", "k=2", "schedule"]
     assert all(arm["rollout_s"] > 0 and arm["predicted_s"] > 0 for arm in found["arms"])
     measured = [r for r in rows_of(tmp_path / "replay") if r["event"] == "measured"]
