@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from draftkit.errors import UserError
 from draftkit.run import atomic_write, no_space
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 DEMO = "demo"
@@ -338,6 +339,16 @@ def render_text(
 
 
 # ------------------------------------------------------------------------------------------------- fingerprint
+
+
+def stored_tensors(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of its safetensors files, one by one: shards may be larger than the memory."""
+    from safetensors import safe_open
+
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in filter(wanted, opened.keys()):
+                yield name, opened.get_tensor(name)
 
 
 def fingerprint(path: Path) -> dict[str, str]:

@@ -94,6 +94,7 @@ class TrainSection(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = Field(1.0, gt=0)
     capture: Literal["cache", "stream"] = "cache"
+    server: str | None = None  # http://host:port of a vLLM that gives the verifier's states (train/server.py)
     cache_form: Literal["exact", "int8"] = "exact"  # int8: half the disk, states rounded to 1.5 % (data/forms.py)
     eval_every: int = Field(100, gt=0)  # steps
     save_every: int = Field(100, gt=0)  # steps

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from draftkit.drafters.base import write_directory
@@ -34,6 +33,7 @@ from draftkit.drafters.layers import Attention, Mlp, Norm, Rope, layer_config, l
 from draftkit.drafters.mtp_families import FAMILIES
 from draftkit.drafters.recurrent import Recurrent
 from draftkit.errors import UserError
+from draftkit.models import stored_tensors
 from draftkit.types import DraftBatch
 
 MIMO_TYPES = {"qwen2", "mimo"}  # verifiers (model_type) that vLLM also runs as MiMoForCausalLM
@@ -189,10 +189,8 @@ def load_init(drafter: Mtp, directory: Path) -> None:
         {served: own for own, served in _served_names(drafter).items()},
         dict(drafter.named_parameters()),
     )
-    for file in sorted(directory.glob("*.safetensors")):  # a verifier's shards may be huge: only the layer is read
-        with safe_open(file, "pt") as opened:
-            for served in wanted.keys() & opened.keys():
-                parameters[wanted.pop(served)].copy_(opened.get_tensor(served))
+    for served, tensor in stored_tensors(directory, lambda name: name in wanted):
+        parameters[wanted.pop(served)].copy_(tensor)
     if missing := sorted(wanted):
         raise UserError(
             f"drafter.init: {directory} lacks {missing[0]} and {len(missing) - 1} more tensors of an MTP layer."

@@ -17,12 +17,9 @@ from __future__ import annotations
 import io
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import safe_open
 
 from draftkit import console
 from draftkit.data.rollouts import read_batches
@@ -35,6 +32,7 @@ from draftkit.evals.acceptance import (
     pooled_survival,
 )
 from draftkit.evals.bench import request_row
+from draftkit.models import stored_tensors
 from draftkit.recipe import Recipe
 from draftkit.rl.snapshots import Snapshot, drafter_versions, read
 from draftkit.run import Interrupt, RunDir, atomic_write, environment
@@ -97,21 +95,14 @@ def measure_all(
         loaded = (first_policy.step, first_drafter.step)
         for policy, drafter in todo:
             if policy.step != loaded[0]:
-                engine.load_verifier(tensors(policy.policy))
+                engine.load_verifier(stored_tensors(policy.policy))
             if drafter.step != loaded[1]:
-                engine.load_drafter(tensors(drafter.drafter))
+                engine.load_drafter(stored_tensors(drafter.drafter))
             loaded = (policy.step, drafter.step)
             run.metrics(measure(recipe, engine, prompts, policy, drafter))
             bar.advance(1, f"policy of step {policy.step}, drafter of step {drafter.step}")
             if interrupt.requested:
                 raise Interrupted(f"measured cells are saved in {run.path}")
-
-
-def tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  safe_open has no iterator
-                yield name, opened.get_tensor(name)
 
 
 def measure(recipe: Recipe, engine: Engine, prompts: dict[str, list[int]], policy: Snapshot, drafter: Snapshot) -> Row:

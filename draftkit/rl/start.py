@@ -22,7 +22,7 @@ from draftkit.drafters.layouts import config_of, from_drafter, head_of, write
 from draftkit.engine import Engine, EngineProcess
 from draftkit.engine.methods import refuse_by_name
 from draftkit.errors import UserError
-from draftkit.models import ModelFacts, fingerprint, model_facts
+from draftkit.models import ModelFacts, fingerprint, model_facts, stored_tensors
 from draftkit.recipe import Recipe
 from draftkit.rl import zero
 from draftkit.rl.canary import Canary
@@ -120,7 +120,7 @@ def build(
     # ---- drafter ----
     served, drafter, ends = spec.drafter, None, None
     if aux is not None:
-        source = policy.weights() if policy else _stored(model)
+        source = policy.weights() if policy else stored_tensors(model)
         kept = needed(source, facts.num_layers, recipe.drafter.num_layers or 1)
         ends = Ends(iter(kept.items()), recipe.sampling.temperature, zero.compute_dtype(recipe.policy))
         if spec.drafter:
@@ -164,15 +164,6 @@ def build(
     prompts = [template.prompt(p.messages) for p in canary_prompts]
     canary = Canary(engine, policy, drafter, prompts, recipe.canary, spec.k, rescore, world)
     return Actors(policy, engine, publisher, canary, ends, drafter, cotrainer)
-
-
-def _stored(model: Path):
-    from safetensors import safe_open
-
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                yield name, tensors.get_tensor(name)
 
 
 def _engine_environment(world: World) -> dict[str, str]:

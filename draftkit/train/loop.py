@@ -34,6 +34,7 @@ from draftkit.train.documents import documents, token_counts
 from draftkit.train.evaluate import TeacherView, evaluate, summarise
 from draftkit.train.parity import check_parity
 from draftkit.train.served import export
+from draftkit.train.server import ServedVerifier
 from draftkit.train.spread import Spread
 from draftkit.train.start import aux_layers, build_drafter, check_start
 from draftkit.types import Document
@@ -92,7 +93,12 @@ def run(recipe: Recipe, run: RunDir, corpus: Path) -> dict[str, Any]:
     greedy_docs = documents(source, "heldout", seq_len, {0.0}) if with_greedy else []
     device = str(accelerator.device)
     dtype, temperature = state_dtype(device), recipe.sampling.temperature
-    verifier = Verifier(path, aux_layers(recipe, facts), temperature, dtype, device, recipe.train.cache_form)
+    layers, form, server = aux_layers(recipe, facts), recipe.train.cache_form, recipe.train.server
+    if server is None:
+        verifier = Verifier(path, layers, temperature, dtype, device, form)
+    else:
+        count = recipe.drafter.num_layers or 1
+        verifier = ServedVerifier(path, layers, temperature, dtype, device, form, server=server, last_layers=count)
 
     # ---- draft vocabulary and drafter ----
     counts = token_counts(train_docs)

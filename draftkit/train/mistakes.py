@@ -17,6 +17,7 @@ from draftkit.drafters.base import Drafter
 from draftkit.drafters.draft_lm import DraftLM
 from draftkit.drafters.eagle3 import Eagle3
 from draftkit.drafters.mtp import Mtp
+from draftkit.train.server import ServedVerifier
 
 
 def of_drafter(drafter: Drafter, verifier: Verifier) -> Iterator[tuple[str, Drafter]]:
@@ -31,7 +32,9 @@ def of_drafter(drafter: Drafter, verifier: Verifier) -> Iterator[tuple[str, Draf
 
 
 def of_states(drafter: Drafter, verifier: Verifier) -> Iterator[tuple[str, Verifier]]:
-    """(name, the verifier tapped at other layers)."""
+    """(name, the verifier tapped at other layers); none where a server chose the layers."""
+    if isinstance(verifier, ServedVerifier):
+        return
     for shift in (-1, 1):
         shifted = Verifier.shifted(verifier, shift)
         if shifted.aux_layers != verifier.aux_layers:

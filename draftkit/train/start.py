@@ -55,6 +55,11 @@ def check_start(recipe: Recipe, facts: ModelFacts, prints: dict[str, str]) -> No
                 f"{section.kind}.",
                 "Leave it out, or train an EAGLE-3 drafter.",
             )
+    if section.kind == "draft-lm" and section.init is None and recipe.train.server is not None:
+        raise UserError(
+            "train.server: a draft-lm is made of the verifier's layers, which a server does not give.",
+            "Leave train.server out, or name a small model in drafter.init.",
+        )
     if section.kind == "mtp" and native_mtp(facts.path) is None and layout_for(facts.model_type) == "eagle":
         say_once(
             f"mtp: stock vLLM has no MTP module for {facts.model_type} verifiers; this trains the nearest thing that "
