@@ -76,6 +76,7 @@ class DrafterSection(Section):
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    attention_bias: bool = False
 
 
 class TrainSection(Section):

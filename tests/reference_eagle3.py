@@ -36,6 +36,7 @@ class Shape:
     norm_output: bool = False
     num_layers: int = 1
     qk_norm: bool = False
+    attention_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ def named(layer: int) -> str:
 
 
 def heads(w: Weights, s: Shape, layer: int, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-    parts = list((w[f"{named(layer)}.self_attn.{name}_proj.weight"] @ x).split(s.head_dim))
+    projected = w[f"{named(layer)}.self_attn.{name}_proj.weight"] @ x
+    if s.attention_bias:
+        projected = projected + w[f"{named(layer)}.self_attn.{name}_proj.bias"]
+    parts = list(projected.split(s.head_dim))
     if s.qk_norm and name in "qk":
         parts = [rms_norm(part, w[f"{named(layer)}.self_attn.{name}_norm.weight"], s.eps) for part in parts]
     return parts
@@ -107,7 +111,8 @@ def attend(w: Weights, s: Shape, layer: int, x: torch.Tensor, position: int, see
         scores = torch.stack([query @ keys[group] for keys, _ in seen]) / math.sqrt(s.head_dim)
         values = torch.stack([values[group] for _, values in seen])
         result.append(torch.softmax(scores, 0) @ values)
-    return w[f"{named(layer)}.self_attn.o_proj.weight"] @ torch.cat(result)
+    out = w[f"{named(layer)}.self_attn.o_proj.weight"] @ torch.cat(result)
+    return out + w[f"{named(layer)}.self_attn.o_proj.bias"] if s.attention_bias and not s.qk_norm else out
 
 
 def mlp(w: Weights, layer: int, x: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,8 @@ VARIANTS = (
     {"fc_norm": True, "norm_output": True},  # EAGLE-3.1
     {"norm_before_fc": True, "num_hidden_layers": 2},
     {"qk_norm": True},
+    {"attention_bias": True, "num_hidden_layers": 2},
+    {"attention_bias": True, "qk_norm": True},
 )
 
 
@@ -154,6 +156,7 @@ def _shape(drafter: Eagle3) -> reference.Shape:
         config.norm_output,
         config.num_hidden_layers,
         config.qk_norm,
+        config.attention_bias,
     )
 
 

@@ -241,7 +241,7 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
     ("config", "complaint"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 drafter"),
-        ({"attention_bias": True}, "attention_bias is set"),
+        ({"mlp_bias": True}, "mlp_bias is set"),
         ({"sliding_window": 4096}, "sliding_window is set"),
         ({"logit_scale": 0.25}, "logit_scale is set"),
         ({"num_attention_heads": None}, None),

@@ -69,6 +69,8 @@ def test_a_drafter_that_is_never_accepted_is_served_as_predicted(honest, drafter
         {"fc_norm": True, "norm_output": True},
         {"norm_before_fc": True, "norm_before_residual": True, "num_hidden_layers": 2},
         {"qk_norm": True, "aux_layers": (1, 2, 3, 4)},
+        {"attention_bias": True, "num_hidden_layers": 2},
+        {"attention_bias": True, "qk_norm": True},
     ],
     ids=lambda v: "+".join(v),
 )

@@ -11,6 +11,7 @@ Variants that vLLM 0.32 serves (`llama_eagle3`, `qwen3_eagle3`):
     norm_before_residual    the residual stream begins with the normed hidden state
     num_hidden_layers       layers after the first are ordinary blocks on the hidden state alone
     qk_norm                 norms on each head's queries and keys, as Qwen3 has
+    attention_bias          biases of queries, keys and values, and without qk_norm of the output: as vLLM's two modules
 
 Left out: tree drafting, P-EAGLE's parallel drafts.
 """
@@ -50,6 +51,7 @@ class Eagle3Config:
     norm_output: bool = False
     num_hidden_layers: int = 1
     qk_norm: bool = False
+    attention_bias: bool = False
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
@@ -69,7 +71,8 @@ class _Layer(nn.Module):
         if first:
             self.hidden_norm = Norm(c.hidden_size, c.rms_norm_eps)
         self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention((1 + first) * c.hidden_size, c, qk_norm=c.qk_norm)
+        biases = {"bias": c.attention_bias, "output_bias": c.attention_bias and not c.qk_norm}
+        self.self_attn = Attention((1 + first) * c.hidden_size, c, **biases, qk_norm=c.qk_norm)
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.mlp = Mlp(c.hidden_size, c.intermediate_size)
 

@@ -62,5 +62,5 @@ def _flags(c: Eagle3Config) -> dict[str, bool]:
 
 
 def _layer_config(c: Eagle3Config, dtype: str) -> dict[str, Any]:
-    layer = layer_config(c, "qwen3" if c.qk_norm else "llama", c.num_hidden_layers, dtype)
+    layer = layer_config(c, "qwen3" if c.qk_norm else "llama", c.num_hidden_layers, dtype, c.attention_bias)
     return layer | {"num_aux_hidden_states": len(c.aux_layers)}  # nested, too: vLLM sizes fc by it, else for three

@@ -64,13 +64,21 @@ def _layer_from(layer: torch.nn.Module, weights: Mapping[str, torch.Tensor], the
         if their is not None and ours.shape == their.shape:
             ours.copy_(their)
 
+    def copy_bias(ours: torch.nn.Linear, name: str) -> None:
+        """Theirs, or none at all to begin with."""
+        if ours.bias is not None:
+            their = weights.get(f"{theirs}{name}.bias")
+            ours.bias.copy_(their) if their is not None and ours.bias.shape == their.shape else ours.bias.zero_()
+
     attention, mlp = layer.self_attn, layer.mlp
     copy(layer.hidden_norm.weight if first else layer.input_layernorm.weight, "input_layernorm")
     copy(layer.post_attention_layernorm.weight, "post_attention_layernorm")
     for name in ("q_proj", "k_proj", "v_proj"):
         ours = getattr(attention, name).weight
         copy(ours[:, ours.shape[1] // 2 :] if first else ours, f"self_attn.{name}")
+        copy_bias(getattr(attention, name), f"self_attn.{name}")
     copy(attention.o_proj.weight, "self_attn.o_proj")
+    copy_bias(attention.o_proj, "self_attn.o_proj")
     for name in ("q_norm", "k_norm"):
         if getattr(attention, name) is not None:
             copy(getattr(attention, name).weight, f"self_attn.{name}")

@@ -44,10 +44,13 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Projections of grouped-query attention; what happens between queries and keys is `ttt_attention`'s business.
 
-    bias: of q, k and v, as Qwen2 has. qk_norm: RMSNorm over each head's query and key, as Qwen3 has.
+    bias: of q, k and v, as Qwen2 has; output_bias: of the output, as Llama's `attention_bias` has beside them.
+    qk_norm: RMSNorm over each head's query and key, as Qwen3 has.
     """
 
-    def __init__(self, input_size: int, sizes: Sizes, bias: bool = False, qk_norm: bool = False) -> None:
+    def __init__(
+        self, input_size: int, sizes: Sizes, bias: bool = False, output_bias: bool = False, qk_norm: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = (
             sizes.num_attention_heads,
@@ -57,7 +60,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, self.num_kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, sizes.hidden_size, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, sizes.hidden_size, bias=output_bias)
         self.q_norm = Norm(self.head_dim, sizes.rms_norm_eps) if qk_norm else None
         self.k_norm = Norm(self.head_dim, sizes.rms_norm_eps) if qk_norm else None
 
@@ -120,7 +123,9 @@ def rotate(x: torch.Tensor, rope: CosSin) -> torch.Tensor:
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
-def layer_config(sizes: Sizes, model_type: str, num_layers: int, dtype: str) -> dict[str, Any]:
+def layer_config(
+    sizes: Sizes, model_type: str, num_layers: int, dtype: str, attention_bias: bool = False
+) -> dict[str, Any]:
     """What config.json says of such layers, for transformers and vLLM."""
     return {
         "model_type": model_type,
@@ -135,7 +140,7 @@ def layer_config(sizes: Sizes, model_type: str, num_layers: int, dtype: str) -> 
         "rope_parameters": sizes.rope_parameters,
         "max_position_embeddings": sizes.max_position_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": attention_bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "dtype": dtype,

@@ -16,7 +16,7 @@ Which one a file means does not stand in it, and a wrong guess costs most of the
 `aux_ids` overrides the rule. Written for SGLang, ids that begin with 2 are given as layers, which every SGLang reads
 the same way; others as states, which needs one of after sglang#25454 (May 2026). Loading by SGLang has not been run.
 
-Left out: biases in the attention; P-EAGLE's mask_hidden; `.bin` files, which would be unpickled.
+Left out: P-EAGLE's mask_hidden; `.bin` files, which would be unpickled.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _config(raw: dict[str, Any], directory: Path, aux_ids: AuxIds | None, num_la
             raise UserError(f"{file}: the field {where} is missing.", "Copy the drafter again, or add the field.")
         return default[0]
 
-    for name, harmless in (("attention_bias", False), ("sliding_window", None), ("logit_scale", 1.0)):
+    for name, harmless in (("mlp_bias", False), ("sliding_window", None), ("logit_scale", 1.0)):
         if get(name, None) not in (None, harmless):
             raise UserError(f"{file}: {name} is set ({get(name)}).", "draftkit's EAGLE-3 layer does not have that.")
     hidden, heads = get("hidden_size"), get("num_attention_heads")
@@ -176,6 +176,7 @@ def _config(raw: dict[str, Any], directory: Path, aux_ids: AuxIds | None, num_la
         norm_output=bool(raw.get("norm_output", False)),
         num_hidden_layers=get("num_hidden_layers", 1),
         qk_norm=layer.get("model_type") == "qwen3" or "Eagle3Qwen3ForCausalLM" in (raw.get("architectures") or []),
+        attention_bias=bool(get("attention_bias", False)),
     )
 
 
@@ -265,7 +266,7 @@ def _check_complete(tensors: Mapping[str, torch.Tensor], config: Eagle3Config, f
         raise UserError(
             f"{file} {problem} ({len(missing)} missing, {len(unexpected)} unexpected of an EAGLE-3 head with these "
             "settings).",
-            "Check num_hidden_layers, fc_norm, norm_before_fc and model_type in its config.json.",
+            "Check num_hidden_layers, fc_norm, norm_before_fc, attention_bias and model_type in its config.json.",
         )
     for name, tensor in wanted.items():
         if tensors[name].shape != tensor.shape:

@@ -27,7 +27,7 @@ from draftkit.types import Document
 RMS_DOCUMENTS = 4
 OF_EAGLE3 = (
     *("aux_layers", "draft_vocab_size", "intermediate_size", "norm_before_residual"),
-    *("norm_before_fc", "fc_norm", "norm_output", "qk_norm"),
+    *("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias"),
 )
 
 
@@ -191,4 +191,5 @@ def drafter_config(
         norm_output=section.norm_output,
         num_hidden_layers=section.num_layers or 1,
         qk_norm=section.qk_norm,
+        attention_bias=section.attention_bias,
     )
