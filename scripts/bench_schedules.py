@@ -51,6 +51,7 @@ def main() -> None:
     arguments.add_argument("--repeats", default="5")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--out", type=Path, default=Path("outputs/bench-schedules"))
+    arguments.add_argument("overrides", nargs="*", help="of the recipe, as sampling.temperature=0")
     given = arguments.parse_args()
 
     rows = []
@@ -59,7 +60,7 @@ def main() -> None:
         write_batch(source, Corpus.open(given.corpus), num, draw, given.seed)
         command = [sys.executable, "-m", "draftkit", "eval-acceptance", "--replay", str(source), "--resume", "-q"]
         command += ["--model", given.model, "--drafter", given.drafter, "--k", given.k, "--repeats", given.repeats]
-        subprocess.run([*command, "--out", str(out)], check=True)
+        subprocess.run([*command, "--out", str(out), *given.overrides], check=True)
         found = json.loads((out / "results.json").read_text())
         for arm in found["arms"]:
             label = arm["arm"] + (f" (= {arm['same_as']})" if arm["same_as"] else "")
