@@ -2,10 +2,11 @@
 
     python scripts/check_verdicts.py --model demo --corpus outputs/demo/prepare
 
-Twenty small benches each way. Both arms are the same plain engine on the same prompts in turns, so that a verdict
-other than "undecided" is a false one: at 95 % one in twenty is expected. Then one arm sleeps for `--planted` (0.1) of
-the time of every engine step, which has to be called slower. Prints each interval and the counts; exits 1 when more
-than three false verdicts came (which honest intervals do one time in sixty) or fewer than 17 planted ones were found.
+Twenty small benches each way, each of `--repeats` passes over the prompts in blocks that both arms answer in turns.
+Both arms are the same plain engine, so that a verdict other than "undecided" is a false one: at 95 % one in twenty is
+expected. Then one arm sleeps for `--planted` (0.1) of the time of every engine step, which has to be called slower.
+Prints each interval and the counts; exits 1 when more than three false verdicts came (which honest intervals do one
+time in sixty) or fewer than 17 planted ones were found.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def timed(engine, prompts: dict[str, list[int]], ids: list[str], sampling, concu
     return {"wall_s": wall_s, "requests": [request_row(id, a) for id, a in zip(ids, answers, strict=True)]}
 
 
-def bench(measure: Callable[[list[str], bool], dict], blocks: list[list[str]], turn: int) -> dict:
-    """One small bench: every block by both arms, in alternating order."""
+def bench(measure: Callable[[list[str], bool], dict], blocks: list[list[str]], turn: int, repeats: int) -> dict:
+    """One small bench: every block by both arms as often, in alternating order."""
     pairs = []
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(blocks * repeats):
         first = bool((turn + number) % 2)
         rows = {second: measure(block, second) for second in (first, not first)}
         pairs.append((rows[True], rows[False]))
@@ -70,6 +71,7 @@ def main() -> None:
     arguments.add_argument("--corpus", type=Path, required=True)
     arguments.add_argument("--planted", type=float, default=0.1)
     arguments.add_argument("--times", type=int, default=TIMES)
+    arguments.add_argument("--repeats", type=int, default=4)
     arguments.add_argument("--tokens", type=int, default=24)
     arguments.add_argument("--concurrency", type=int, default=4)
     given = arguments.parse_args()
@@ -91,7 +93,7 @@ def main() -> None:
                 with delayed(engine, share if second else 0.0):
                     return timed(engine, prompts, block, sampling, given.concurrency)
 
-            found = [bench(measure, blocks, turn) for turn in range(given.times)]
+            found = [bench(measure, blocks, turn, given.repeats) for turn in range(given.times)]
             shown = [[f"{f['speedup']:.3f}", "{:.3f}-{:.3f}".format(*f["speedup_ci"]), f["verdict"]] for f in found]
             console.table(name, ["speedup", "95 %", "verdict"], shown)
             counts[name] = {verdict: sum(f["verdict"] == verdict for f in found) for verdict in
