@@ -15,7 +15,7 @@ import tiny
 import torch
 from conftest import write_tiny_corpus, write_tiny_verifier
 from safetensors.torch import load_file, save_file
-from test_mtp_families import CONFIGS, HIDDEN, LAYERS, VOCAB, checkpoint, inputs, reference, row_of
+from test_mtp_families import CONFIGS, HIDDEN, LAYERS, ROPE_DIM, VOCAB, checkpoint, inputs, reference, row_of
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ YARN = {
 }
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
 SMALL = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "rms_norm_eps": 1e-3}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "rms_norm_eps": 1e-3, "head_dim": ROPE_DIM}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {}),
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": False, "partial_rotary_factor": 0.25}),
@@ -364,6 +364,14 @@ VERIFIERS: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "head_dim": None,
     },
+    "deepseek_v3": {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "num_key_value_heads": 2,
+    },
+    "qwen3_next": {"layer_types": ["full_attention"] * 3, "partial_rotary_factor": 0.5},
 }
 
 
