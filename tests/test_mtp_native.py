@@ -458,6 +458,7 @@ def parity(directory: Path, drafter: NativeMtp, verifier: Verifier) -> dict:
 
 
 @pytest.mark.engine
+@pytest.mark.own_process
 @pytest.mark.parametrize("family", VERIFIERS)
 def test_stock_vllm_proposes_what_pytorch_proposes(verifiers, family, tmp_path):
     drafter = native(verifiers[family])
@@ -479,6 +480,7 @@ def _swap_norms(d: NativeMtp, t: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.own_process
 @pytest.mark.parametrize(
     ("family", "sabotage", "cause"),
     [
@@ -499,6 +501,7 @@ def test_a_wrong_layer_is_named(verifiers, family, sabotage, cause, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.own_process
 def test_a_missing_norm_is_seen(verifiers, tmp_path):
     drafter = native(verifiers["glm4_moe"])
     path = Path(verifiers["glm4_moe"].model.name_or_path)
@@ -509,6 +512,7 @@ def test_a_missing_norm_is_seen(verifiers, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.own_process
 def test_a_run_fine_tunes_the_layer_that_the_verifier_carries(tmp_path):
     """`train-drafter --method mtp` from corpus to parity check: the loss falls and only the layer changes."""
     path = write_tiny_verifier(tmp_path / "verifier")
