@@ -283,7 +283,7 @@ def model_facts(path: Path, trust_remote_code: bool = False) -> ModelFacts:
         num_heads=config.num_attention_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         rope_parameters=dict(getattr(config, "rope_parameters", None) or {}),
         max_position_embeddings=config.max_position_embeddings,
@@ -339,6 +339,17 @@ def render_text(
 
 
 # ------------------------------------------------------------------------------------------------- fingerprint
+
+
+def stored_names(directory: Path) -> list[str]:
+    """Names of all tensors in its safetensors files, the weights unread."""
+    from safetensors import safe_open
+
+    found: list[str] = []
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found += opened.keys()
+    return found
 
 
 def stored_tensors(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from draftkit.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
+CHILD = "DRAFTKIT_TEST_CHILD"
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,20 @@ def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that an earlier test made in this process left LOCAL_RANK: a child would look for its launcher."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test marked own_process runs in a child: engines of some models leave things behind in vLLM that another test's
+    engine would find."""
+    if pyfuncitem.get_closest_marker("own_process") is None or CHILD in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    done = subprocess.run(
+        command, cwd=pyfuncitem.config.rootpath, env=os.environ | {CHILD: "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return True
 
 
 @pytest.fixture(scope="session")

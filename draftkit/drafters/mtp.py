@@ -13,9 +13,9 @@ Stock vLLM serves one made from scratch in two layouts, and which one follows fr
             embedding first, no input norm, no final norm. Reads the final-normed state and answers in its space. Its
             tensors are a directory of their own.
 
-Alignment, masks and steps are those of `recurrent`. A verifier that carries such a layer already (MiMo's layout) has it
-fine-tuned. Left out: several MTP layers, which vLLM re-runs as one; families whose decoder layer is another
-(`mtp_families`: MLA, gated attention, MoE).
+Alignment, masks and steps are those of `recurrent`. A verifier that carries a layer in MiMo's layout already has it
+fine-tuned; the layers that other families carry are `mtp_native`'s. Left out: several MTP layers, which vLLM re-runs
+as one.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def require_family(config: Mapping[str, Any], where: str) -> Family:
         )
     if not num_layers(family, config):
         raise UserError(
-            f"{where}: {family.count_key} is {_text(config).get(family.count_key)!r}, so the verifier has no MTP "
+            f"{where}: {family.count_key} is {text_of(config).get(family.count_key)!r}, so the verifier has no MTP "
             "layers.",
             f"A {family.name} checkpoint with MTP layers sets it to their number.",
         )
@@ -219,11 +219,11 @@ def _named(config: Mapping[str, Any]) -> Family | None:
 
 def num_layers(family: Family, config: Mapping[str, Any]) -> int:
     """How many MTP layers the config announces."""
-    found = _text(config).get(family.count_key)
+    found = text_of(config).get(family.count_key)
     return family.count_default if found is None else int(found)
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where sizes stand: multimodal configurations nest them."""
     return config.get("text_config") or config
 
@@ -238,17 +238,17 @@ def names(family: Family, config: Mapping[str, Any], layer: int = 0, *, stacked:
 
     stacked: the experts are two tensors, as in Qwen3.6-35B-A3B, not three an expert as in Qwen3.5-35B-A3B; the
     configurations do not tell the two apart."""
-    index = {"i": layer, "n": _text(config)["num_hidden_layers"] + layer}
+    index = {"i": layer, "n": text_of(config)["num_hidden_layers"] + layer}
     made = {
         role: getattr(family, role).format(**index)
         for role in ("embed_norm", "hidden_norm", "fuse", "final_norm", "embedding", "head")
         if getattr(family, role)
     }
     made.setdefault("embedding", "model.language_model.embed_tokens.weight" if "text_config" in config else EMBEDDING)
-    tied = config.get("tie_word_embeddings", _text(config).get("tie_word_embeddings", False))
+    tied = config.get("tie_word_embeddings", text_of(config).get("tie_word_embeddings", False))
     made.setdefault("head", made["embedding"] if tied else HEAD)
     prefix = family.block.format(**index)
-    block = _block_names(family.block_type, _text(config), index, stacked)
+    block = _block_names(family.block_type, text_of(config), index, stacked)
     return made | {f"block.{name}": prefix + name for name in block}
 
 
@@ -282,7 +282,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a verifier
 def _prefixes(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
     """What MTP tensors' names begin with: a layer's own directory, or the roles one by one."""
     for layer in range(max(1, num_layers(family, config))):
-        index = {"i": layer, "n": _text(config)["num_hidden_layers"] + layer}
+        index = {"i": layer, "n": text_of(config)["num_hidden_layers"] + layer}
         for role in ("block", "embed_norm", "hidden_norm", "fuse", "final_norm"):
             if getattr(family, role):
                 yield getattr(family, role).format(**index)

@@ -27,6 +27,11 @@ class Recurrent(Drafter):
 
     rope: Rope
 
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.config.head_dim**-0.5
+
     def blocks(self) -> list[nn.Module]:
         """Decoder layers with self_attn, post_attention_layernorm and mlp; after the first also input_layernorm."""
         raise NotImplementedError
@@ -46,7 +51,7 @@ class Recurrent(Drafter):
         raise NotImplementedError
 
     def forward(self, batch: DraftBatch, own_tokens: bool = False) -> list[torch.Tensor]:
-        slots, last, scale = batch.slot_R, len(batch.tokens_N) - 1, self.config.head_dim**-0.5
+        slots, last, scale = batch.slot_R, len(batch.tokens_N) - 1, self.scale
         blocks = self.blocks()
 
         # ---- step 0: every token up to the last block's keys and values, the slots from there on ----
@@ -57,11 +62,12 @@ class Recurrent(Drafter):
         every_token = tuple((start, start, end) for start, end in document_spans(batch)) if len(blocks) > 1 else ()
         for block, above in pairwise(blocks):
             q = block.self_attn.queries(x, rope_N)
-            residual = _finish(block, residual, ttt_attention(q, *keys[-1], [], [], every_token, scale))
+            residual = _finish(block, x, residual, ttt_attention(q, *keys[-1], [], [], every_token, scale))
             x = above.input_layernorm(residual)
             keys.append(above.self_attn.keys(x, rope_N))
-        q = blocks[-1].self_attn.queries(x[slots], self.rope(batch.pos_N[slots]))
-        hidden = _finish(blocks[-1], residual[slots], ttt_attention(q, *keys[-1], [], [], batch.segments, scale))
+        x, residual = x[slots], residual[slots]
+        q = blocks[-1].self_attn.queries(x, self.rope(batch.pos_N[slots]))
+        hidden = _finish(blocks[-1], x, residual, ttt_attention(q, *keys[-1], [], [], batch.segments, scale))
         state, fed = self.outputs(hidden)
         states = [state]
 
@@ -77,13 +83,13 @@ class Recurrent(Drafter):
                 for kept, new in zip(mine, block.self_attn.keys(x, rope), strict=True):
                     kept.append(new)
                 q = block.self_attn.queries(x, rope)
-                residual = _finish(block, residual, ttt_attention(q, *of_tokens, *mine, batch.segments, scale))
+                residual = _finish(block, x, residual, ttt_attention(q, *of_tokens, *mine, batch.segments, scale))
             state, fed = self.outputs(residual)
             states.append(state)
         return states
 
 
-def _finish(block: nn.Module, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """The block's output, from what its queries attended to."""
-    hidden = residual + block.self_attn.output(attended)
+def _finish(block: nn.Module, x: torch.Tensor, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """The block's output, from what its queries attended to. x: what they were made of."""
+    hidden = residual + block.self_attn.output(attended, x)
     return hidden + block.mlp(block.post_attention_layernorm(hidden))

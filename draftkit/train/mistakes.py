@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,8 +17,13 @@ from draftkit.data.capture import Verifier
 from draftkit.drafters.base import Drafter
 from draftkit.drafters.draft_lm import DraftLM
 from draftkit.drafters.eagle3 import Eagle3
+from draftkit.drafters.experts import DeepSeek
+from draftkit.drafters.layers import Attention, GatedAttention, NormPlusOne
 from draftkit.drafters.mtp import Mtp
+from draftkit.drafters.mtp_native import NativeMtp
 from draftkit.train.server import ServedVerifier
+
+SWAPPED = "concatenation order: hidden state and embedding are exchanged"
 
 
 def of_drafter(drafter: Drafter, verifier: Verifier) -> Iterator[tuple[str, Drafter]]:
@@ -26,6 +32,8 @@ def of_drafter(drafter: Drafter, verifier: Verifier) -> Iterator[tuple[str, Draf
         yield from _eagle3(drafter, verifier)
     elif isinstance(drafter, Mtp):
         yield from _mtp(drafter)
+    elif isinstance(drafter, NativeMtp):
+        yield from _native_mtp(drafter)
     else:
         assert isinstance(drafter, DraftLM)
         yield from _draft_lm(drafter)
@@ -65,22 +73,44 @@ def _eagle3(drafter: Eagle3, verifier: Verifier) -> Iterator[tuple[str, Drafter]
 
 
 def _mtp(drafter: Mtp) -> Iterator[tuple[str, Drafter]]:
-    def swap_order(d: Mtp) -> None:
-        d.input_proj.weight.copy_(torch.cat(d.input_proj.weight.chunk(2, 1)[::-1], 1))
-
     def swap_norms(d: Mtp) -> None:
         d.token_layernorm, d.hidden_layernorm = d.hidden_layernorm, d.token_layernorm
 
-    def no_biases(d: Mtp) -> None:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(d.self_attn, name).bias.zero_()
-
-    yield "concatenation order: hidden state and embedding are exchanged", _changed(drafter, swap_order)
+    yield SWAPPED, _changed(drafter, lambda d: _swap_halves(d.input_proj))
     yield "rope: another base frequency", _changed(drafter, lambda d: _default_rope(d.rope))
     if drafter.config.layout == "mimo":
         yield "norms: those of the two inputs are exchanged", _changed(drafter, swap_norms)
         yield "norms: no final norm", _changed(drafter, lambda d: setattr(d, "final_layernorm", torch.nn.Identity()))
-        yield "attention biases were not loaded", _changed(drafter, no_biases)
+        yield "attention biases were not loaded", _changed(drafter, lambda d: _no_biases(d.self_attn))
+
+
+def _native_mtp(drafter: NativeMtp) -> Iterator[tuple[str, Drafter]]:
+    block = drafter.block
+
+    def swap_norms(d: NativeMtp) -> None:
+        d.embed_norm, d.hidden_norm = d.hidden_norm, d.embed_norm
+
+    def plain_norms(d: NativeMtp) -> None:
+        for norm in (module for module in d.modules() if isinstance(module, NormPlusOne)):
+            norm.weight.sub_(1.0)
+
+    def no_gate(d: NativeMtp) -> None:
+        d.block.self_attn.output = functools.partial(Attention.output, d.block.self_attn)
+
+    yield SWAPPED, _changed(drafter, lambda d: _swap_halves(d.fuse))
+    yield "norms: those of the two inputs are exchanged", _changed(drafter, swap_norms)
+    yield "rope: another base frequency", _changed(drafter, lambda d: _default_rope(d.rope))
+    if drafter.final_norm is not None:
+        yield "norms: no final norm", _changed(drafter, lambda d: setattr(d, "final_norm", None))
+    if drafter.config.family.norm_adds_one:
+        yield "norms: scaled by the weight, not by 1 + weight", _changed(drafter, plain_norms)
+    if isinstance(block.self_attn, GatedAttention):
+        yield "attention: no output gate", _changed(drafter, no_gate)
+    elif isinstance(block.self_attn, Attention) and block.self_attn.q_proj.bias is not None:
+        yield "attention biases were not loaded", _changed(drafter, lambda d: _no_biases(d.block.self_attn))
+    if isinstance(block.mlp, DeepSeek):
+        changed = _changed(drafter, lambda d: d.block.mlp.gate.e_score_correction_bias.zero_())
+        yield "experts: the router's correction bias was not loaded", changed
 
 
 def _draft_lm(drafter: DraftLM) -> Iterator[tuple[str, Drafter]]:
@@ -96,6 +126,15 @@ def _changed(drafter: Drafter, edit: Callable) -> Drafter:
     with torch.no_grad():
         edit(other)
     return other
+
+
+def _swap_halves(projection: torch.nn.Linear) -> None:
+    projection.weight.copy_(torch.cat(projection.weight.chunk(2, 1)[::-1], 1))
+
+
+def _no_biases(attention: Attention) -> None:
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.bias.zero_()
 
 
 def _default_rope(rotary: torch.nn.Module) -> None:

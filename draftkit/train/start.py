@@ -11,13 +11,14 @@ import torch
 
 from draftkit.console import say_once
 from draftkit.data.capture import Verifier
-from draftkit.drafters import draft_lm, mtp
+from draftkit.drafters import draft_lm, mtp, mtp_native
 from draftkit.drafters.base import Drafter
 from draftkit.drafters.eagle3 import Eagle3, Eagle3Config, default_aux_layers
 from draftkit.drafters.init import from_verifier, verifier_of
 from draftkit.drafters.layouts import AuxIds, config_of, from_drafter
 from draftkit.drafters.mtp import Mtp, MtpConfig, layout_for
 from draftkit.drafters.mtp_families import Family, family_of
+from draftkit.drafters.mtp_native import NativeMtp, native_config
 from draftkit.drafters.vocab import choose_vocab
 from draftkit.errors import UserError
 from draftkit.models import ModelFacts
@@ -25,6 +26,7 @@ from draftkit.recipe import Recipe
 from draftkit.types import Document
 
 RMS_DOCUMENTS = 4
+MIMO = "mimo"  # the family whose layer is also trained from nothing, by `mtp`
 OF_EAGLE3 = (
     *("aux_layers", "draft_vocab_size", "intermediate_size", "norm_before_residual"),
     *("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias"),
@@ -37,6 +39,8 @@ def aux_layers(recipe: Recipe, facts: ModelFacts) -> tuple[int, ...]:
     if section.kind == "draft-lm":
         return ()
     if section.kind == "mtp":
+        if (own := native_mtp(facts.path)) is not None:
+            return mtp_native.aux_layers(own, facts.num_layers)
         return (facts.num_layers,) if layout_for(facts.model_type) == "mimo" else ()
     if section.init is not None:
         return config_of(Path(section.init), section.aux_ids, facts.num_layers).aux_layers
@@ -60,11 +64,15 @@ def check_start(recipe: Recipe, facts: ModelFacts, prints: dict[str, str]) -> No
             "train.server: a draft-lm is made of the verifier's layers, which a server does not give.",
             "Leave train.server out, or name a small model in drafter.init.",
         )
-    if section.kind == "mtp" and native_mtp(facts.path) is None and layout_for(facts.model_type) == "eagle":
-        say_once(
-            f"mtp: stock vLLM has no MTP module for {facts.model_type} verifiers; this trains the nearest thing that "
-            "it serves, an EAGLE-1 head (one layer over the last state, without norms)."
-        )
+    if section.kind == "mtp":
+        own = native_mtp(facts.path)
+        if own is None and layout_for(facts.model_type) == "eagle":
+            say_once(
+                f"mtp: stock vLLM has no MTP module for {facts.model_type} verifiers; this trains the nearest thing "
+                "that it serves, an EAGLE-1 head (one layer over the last state, without norms)."
+            )
+        if own is not None and own.name != MIMO:
+            native_config(facts.path, own)
     if section.kind == "eagle3" and section.init is not None:
         check_init(Path(section.init), facts, prints, section.aux_ids)
 
@@ -112,8 +120,12 @@ def build_drafter(
             return draft_lm.from_model(init, facts.path, facts.vocab_size)
         return draft_lm.student(verifier.model, recipe.drafter.num_layers)
     if recipe.drafter.kind == "mtp":
-        drafter = Mtp(mtp_config(facts), verifier.embed_VH, verifier.head_VH)
         own = native_mtp(facts.path)
+        if own is not None and own.name != MIMO:
+            native = NativeMtp(native_config(facts.path, own), verifier.embed_VH, verifier.head_VH)
+            mtp_native.load(native, init or facts.path)
+            return native
+        drafter = Mtp(mtp_config(facts), verifier.embed_VH, verifier.head_VH)
         if init is not None or own is not None:
             mtp.load_init(drafter, init or facts.path)
         else:
@@ -129,15 +141,8 @@ def build_drafter(
 
 
 def native_mtp(verifier: Path) -> Family | None:
-    """The family of the MTP layers that the verifier's checkpoint carries already; they are then fine-tuned. Raises
-    UserError for a family whose decoder layer is not built here."""
-    family = family_of(json.loads((verifier / "config.json").read_text()))
-    if family is not None and family.name != "mimo":
-        raise UserError(
-            f"{verifier} carries MTP layers of the family {family.name}, whose decoder layer draftkit does not train.",
-            "Serve them as they are, or train an EAGLE-3 drafter or a draft-lm.",
-        )
-    return family
+    """The family of the MTP layers that the verifier's checkpoint carries already; they are then fine-tuned."""
+    return family_of(json.loads((verifier / "config.json").read_text()))
 
 
 def last_rms(verifier: Verifier, documents: Sequence[Document]) -> float:
