@@ -34,8 +34,8 @@ def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test marked own_process runs in a child: engines of some models leave things behind in vLLM that another test's
-    engine would find."""
+    """A test marked own_process runs in a child: vLLM groups a process's ranks when its first engine starts, and for
+    experts only if that one has some, so that none with a mixture of experts can follow a dense one."""
     if pyfuncitem.get_closest_marker("own_process") is None or CHILD in os.environ:
         return None
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]

@@ -3,6 +3,7 @@ step, through a checkpoint and back, and against stock vLLM."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -38,15 +39,6 @@ from draftkit.types import Document, DraftBatch
 
 OWN = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}  # the verifier's
 NATIVE = [case for case in CONFIGS if case != "mimo"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices here are too small to share out."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def written(case: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -136,7 +128,7 @@ MODULES = {
 
 def config_for(variant: str) -> Any:
     case, changes = VARIANTS[variant]
-    fields = CONFIGS[case] | SMALL | changes
+    fields = copy.deepcopy(CONFIGS[case] | SMALL | changes)  # transformers adds to the rope's
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -391,7 +383,8 @@ def save_verifier(path: Path, family: str, vocab_size: int = tiny.VOCAB, seed: i
         "eos_token_id": 0 if vocab_size != tiny.VOCAB else None,
         "pad_token_id": None,
     }
-    fields = {name: value for name, value in (fields | VERIFIERS[family]).items() if value is not None or "id" in name}
+    fields = copy.deepcopy(fields | VERIFIERS[family])  # transformers adds to the rope's
+    fields = {name: value for name, value in fields.items() if value is not None or "id" in name}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     with torch.no_grad():
